@@ -219,3 +219,50 @@ class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
     target: int
     reason: str
     hold_until_ns: int = 0
+
+
+class Sealed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Every page of a ticket is in staging under `lease`, and this is its proof. Transfer actor to controller."""
+
+    seal: Seal
+    lease: Lease
+
+
+class OpenedAt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A decode worker half has opened (or refused) a ticket's pages. Transfer actor to controller."""
+
+    opened: Opened
+
+
+class LeaseLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A lease ended without its reader: expired, or the writing engine died before it sealed."""
+
+    ticket_id: TicketId
+    attempt: int
+    reason: str
+
+
+TransferEvent = Sealed | OpenedAt | LeaseLost
+
+
+class PrefillDone(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill's answer for a ticket: the prompt is computed and every page is on its way to being sealed."""
+
+    ticket_id: TicketId
+    attempt: int
+    num_tokens: int
+    num_cached_tokens: int  # of the prompt, found in prefill's own prefix cache
+    seconds: float
+
+
+class StagingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A transfer actor's report to the controller, with its events."""
+
+    node_id: str
+    incarnation: int
+    bytes_held: int
+    bytes_max: int
+    leases: int
+    bytes_moved: int = 0  # wire bytes opened by decode, running total
+    tokens_moved: int = 0
+    breaches: tuple[str, ...] = ()

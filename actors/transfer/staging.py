@@ -83,7 +83,7 @@ class Staging:
         if size > self.bytes_max:
             raise StagingError(
                 f"ticket {key[0]} needs {num_bytes} staging bytes; transfer.staging_bytes_max is {self.bytes_max}: "
-                "raise it, or set frontend.local_prefill_above_tokens so that such prompts stay on decode"
+                "raise it"
             )
         if key in self._regions:
             raise StagingError(f"ticket {key[0]} attempt {key[1]} already holds a lease")
@@ -144,7 +144,7 @@ class Staging:
         return was_writing
 
     def expire(self, now_ns: int) -> list[Key]:
-        """Releases leases whose time is over and returns their keys; bytes still in use stay until their user is done."""
+        """Releases leases whose time is over and returns their keys; bytes in use stay until their user is done."""
         over = [r for r in self._regions.values() if not r.released and now_ns >= r.expires_ns]
         for region in over:
             region.released = True
