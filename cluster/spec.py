@@ -119,8 +119,8 @@ class TransferSpec(_Section):
     staging_bytes_max: int = Field(default=1 << 30, ge=1 << 20, description="shared memory a node, bytes")
     lease_s: float = Field(default=60.0, gt=0, description="staging is given back after this if nobody came for it")
     hand_over_s: float = Field(default=30.0, gt=0, description="deadline from admission to pages opened")
-    channel: Literal["auto", "shm", "tcp"] = Field(
-        default="auto", description="auto: shared memory on one node, TCP between"
+    channel: Literal["auto", "shm", "ray"] = Field(
+        default="auto", description="auto: shared memory on one node, Ray objects between nodes"
     )
 
 
