@@ -1,0 +1,202 @@
+"""How an engine's worker half and its node's transfer actor talk: typed, bounded messages over a local socket.
+
+The bytes of the pages never pass here; they lie in shared memory that both have mapped. A frame is a big-endian
+32-bit length and a MessagePack body; the length is checked before memory is taken for it, and the body is decoded
+against the declared types.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from actors.nouns import Lease, Opened, Role
+
+FRAME_BYTES_MAX = 8 << 20
+_LENGTH = struct.Struct(">I")
+SHM = Path("/dev/shm")
+SEGMENT_NAME = re.compile(r"pageferry-[0-9a-f]{1,16}-[0-9]{1,10}")
+
+
+class ChannelError(ValueError):
+    """A frame or a name that no honest peer would send."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    engine: str  # "<replica id>#<rank>": who may touch leases
+    role: Role
+    pid: int
+
+
+class PagesSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Pages `first_page ...` of a ticket are in staging; `digests[i]` is the digest of page `first_page + i`."""
+
+    ticket_id: int
+    attempt: int
+    shard: int
+    num_shards: int
+    first_page: int
+    digests: list[int]
+    layout_fingerprint: str
+    num_tokens: int  # of the whole prompt
+    last: bool
+
+
+class WriterDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This engine will not write for the ticket any more, sealed or not."""
+
+    ticket_id: int
+    attempt: int
+
+
+class PagesOpened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This engine has read what it wanted of the ticket's bytes and will not touch them again."""
+
+    opened: Opened
+    shard: int = 0
+    num_shards: int = 1
+
+
+WorkerMessage = Hello | PagesSealed | WriterDone | PagesOpened
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+def encode_frame(message: WorkerMessage) -> bytes:
+    body = _encoder.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise ChannelError(f"{type(message).__name__} of {len(body)} bytes; the most is {FRAME_BYTES_MAX}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def frame_length(head: bytes) -> int:
+    length: int = _LENGTH.unpack(head)[0]
+    if length > FRAME_BYTES_MAX:
+        raise ChannelError(f"frame of {length} bytes announced; the most is {FRAME_BYTES_MAX}")
+    return length
+
+
+def decode_body(body: bytes) -> WorkerMessage:
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ChannelError(f"message of {len(body)} bytes is not understood: {error}") from None
+
+
+class WorkerLink:
+    """The worker half's end: sends and never waits for an answer; connects again when the peer has come back.
+
+    A message that cannot be sent is dropped: the ticket's deadline covers it. Thread-safe.
+    """
+
+    RETRY_S = 0.5
+
+    def __init__(self, path: str, hello: Hello) -> None:
+        self._path = path
+        self._hello = hello
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._next_try = 0.0
+        self.dropped = 0
+        self._connect()
+
+    def _connect(self) -> bool:
+        if time.monotonic() < self._next_try:
+            return False
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(self._path)
+            sock.sendall(encode_frame(self._hello))
+        except OSError:
+            sock.close()
+            self._next_try = time.monotonic() + self.RETRY_S
+            return False
+        self._socket = sock
+        return True
+
+    def send(self, message: WorkerMessage) -> bool:
+        frame = encode_frame(message)
+        with self._lock:
+            for _ in range(2):
+                if self._socket is None and not self._connect():
+                    break
+                assert self._socket is not None
+                try:
+                    self._socket.sendall(frame)
+                    return True
+                except OSError:
+                    self._socket.close()
+                    self._socket = None
+            self.dropped += 1
+            return False
+
+    def close(self) -> None:
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+
+class Segments:
+    """Shared memory files mapped into this process, by name; each at most once."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def view(self, lease: Lease) -> memoryview | None:
+        """The lease's bytes, writable; None when the segment is gone or does not reach that far."""
+        mapped = self._maps.get(lease.segment) or self._map(lease.segment)
+        end = lease.offset + lease.num_bytes
+        if mapped is None or lease.offset < 0 or lease.num_bytes <= 0 or end > len(mapped):
+            return None
+        return memoryview(mapped)[lease.offset : end]
+
+    def _map(self, name: str) -> mmap.mmap | None:
+        if not SEGMENT_NAME.fullmatch(name):
+            raise ChannelError(f"segment name {name!r} is not one of ours")
+        try:
+            handle = os.open(SHM / name, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            # Populated at once: a first touch of each page inside a step would cost a fault a page.
+            mapped = mmap.mmap(handle, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        finally:
+            os.close(handle)
+        # One live segment a node: whatever was mapped before belonged to a transfer actor that is gone.
+        # The old map is not closed here, since a reader thread may still look at it; it goes with its last view.
+        self._maps = {name: mapped}
+        return mapped
+
+
+def create_segment(node_tag: str, num_bytes: int) -> tuple[str, mmap.mmap]:
+    """A fresh shared memory file of this process, with its memory really reserved (no SIGBUS later)."""
+    for stale in SHM.glob(f"pageferry-{node_tag}-*"):
+        pid = stale.name.rsplit("-", 1)[-1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            stale.unlink(missing_ok=True)
+    name = f"pageferry-{node_tag}-{os.getpid()}"
+    path = SHM / name
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            os.posix_fallocate(handle, 0, num_bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise ChannelError(
+                f"transfer.staging_bytes_max {num_bytes} cannot be reserved in {SHM} ({error.strerror}); "
+                "lower it or give the machine (or container: --shm-size) more shared memory"
+            ) from None
+        return name, mmap.mmap(handle, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(handle)

@@ -1,0 +1,73 @@
+"""Collecting a ticket's seal from the chunks that worker halves report. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from actors.nouns import Seal
+from actors.transfer.channel import PagesSealed
+from actors.transfer.staging import Key
+
+
+@dataclass(slots=True)
+class _Open:
+    layout_fingerprint: str
+    num_tokens: int
+    num_shards: int
+    digests: dict[int, list[int]] = field(default_factory=dict)  # shard -> pages so far
+    complete: set[int] = field(default_factory=set)
+
+
+class SealBook:
+    """Chunks in, one `Seal` out when the last chunk of the last shard is in.
+
+    A doubled chunk is absorbed; a gap or a contradiction voids the ticket's seal for good (`void`), so that decode
+    sees MISSING and not a proof that is half of one attempt and half of another.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Key, _Open] = {}
+        self._void: set[Key] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, message: PagesSealed) -> Seal | None:
+        key = (message.ticket_id, message.attempt)
+        if key in self._void:
+            return None
+        book = self._open.setdefault(key, _Open(message.layout_fingerprint, message.num_tokens, message.num_shards))
+        if (message.layout_fingerprint, message.num_tokens, message.num_shards) != (
+            book.layout_fingerprint,
+            book.num_tokens,
+            book.num_shards,
+        ) or not 0 <= message.shard < message.num_shards:
+            self.void(key)
+            return None
+        pages = book.digests.setdefault(message.shard, [])
+        known = pages[message.first_page : message.first_page + len(message.digests)]
+        if message.first_page > len(pages) or known != message.digests[: len(known)]:
+            self.void(key)
+            return None
+        pages.extend(message.digests[len(known) :])
+        if message.last:
+            book.complete.add(message.shard)
+        if len(book.complete) < book.num_shards:
+            return None
+        del self._open[key]
+        return Seal(
+            ticket_id=message.ticket_id,
+            attempt=message.attempt,
+            layout_fingerprint=book.layout_fingerprint,
+            num_tokens=book.num_tokens,
+            digests=tuple(tuple(book.digests[shard]) for shard in range(book.num_shards)),
+        )
+
+    def void(self, key: Key) -> None:
+        self._open.pop(key, None)
+        self._void.add(key)
+
+    def forget(self, key: Key) -> None:
+        """The ticket's lease is gone: nothing of it will be asked for again."""
+        self._open.pop(key, None)
+        self._void.discard(key)
