@@ -80,6 +80,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int
     max_model_len: int
     engine: dict[str, Any] = {}  # facts for `status` and `plan --check`: kv_cache_bytes, weights_bytes, pid, ...
+    generation: str = ""  # of the model's weights; pages move, and streams resume, only inside one generation
     tickets: tuple[TicketId, ...] = ()  # live here, for a controller that rebuilds its registry
 
 
@@ -211,6 +212,31 @@ class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
     known: bool
     draining: bool = False
     fenced: bool = False
+    cancel: tuple[TicketId, ...] = ()  # abort these here, whoever asked for them is gone; idempotent
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What the controller asks of a frontend about one of its tickets.
+
+    `lost`: that replica is gone for this attempt, call `Controller.lost`. `move`: the same, because the replica
+    is leaving; what it has streamed is good. `cancelled`: the controller has given the ticket up.
+    """
+
+    kind: str
+    ticket_id: TicketId
+    attempt: int
+    role: Role = Role.DECODE
+    replica_id: ReplicaId = ""
+    reason: str = ""
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """A live ticket as its frontend knows it, for a controller that has come back and rebuilds its registry."""
+
+    ticket: Ticket
+    request: AdmitRequest
+    num_output_tokens: int = 0
+    decoding: bool = False  # decode has it: its pages are open, or it computes the prompt itself
 
 
 class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,6 +289,7 @@ class StagingStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_held: int
     bytes_max: int
     leases: int
+    held: tuple[tuple[TicketId, int], ...] = ()  # (ticket_id, attempt) of every lease not released yet
     bytes_moved: int = 0  # wire bytes opened by decode, running total
     tokens_moved: int = 0
     breaches: tuple[str, ...] = ()
