@@ -1,0 +1,314 @@
+"""The one place where an operator is called: arguments are checked here, then the device's backend does the work.
+
+    seal_pages     cache pages -> wire pages and their digests
+    open_pages     wire pages -> cache pages, those with the right digest only
+    page_digests   the digests of wire pages
+    check_tags     page_tags[block_table] against what the requests expect
+    pack_int4      weights -> compressed-tensors INT4 (see `kernels.int4`)
+    unpack_int4    and back
+
+Backends: `triton` for CUDA tensors; for CPU tensors `numba` where numba is installed, else `reference` (plain torch,
+the definition). Resolved once a device type; `use_backend` overrides it, for tests and comparisons. All of them give
+the same bytes. The CPU kernels and torch release the GIL while they work, and use one thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.digest import base_seed, page_seed, to_signed, to_unsigned
+from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, SealBinding, check_convertible
+
+__all__ = [
+    "SealBinding",
+    "backend_name",
+    "check_tags",
+    "digests_to_ints",
+    "open_pages",
+    "page_digests",
+    "seal_pages",
+    "use_backend",
+]
+
+BlockIds = Sequence[int] | Tensor
+Digests = Sequence[int] | np.ndarray | Tensor
+
+MODULES = {"reference": "kernels.reference", "numba": "kernels.cpu_numba", "triton": "kernels.triton_backend"}
+
+
+class PageBackend(Protocol):
+    """What a backend module offers. Arguments are already checked; `seeds` is int64 [n], on the CPU."""
+
+    def seal_pages(
+        self,
+        caches: Sequence[Tensor],
+        src: PageLayout,
+        wire: PageLayout,
+        block_ids: Tensor,
+        out: Tensor,
+        seeds: Tensor,
+        head_start: int,
+    ) -> Tensor: ...
+
+    def open_pages(
+        self,
+        wire_pages: Tensor,
+        wire: PageLayout,
+        digests: Tensor,
+        caches: Sequence[Tensor],
+        dst: PageLayout,
+        block_ids: Tensor,
+        seeds: Tensor,
+        head_start: int,
+    ) -> Tensor: ...
+
+    def page_digests(self, wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor: ...
+
+    def check_tags(
+        self, page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expected: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+_forced: str | None = None
+
+
+@lru_cache(maxsize=4)
+def _default(device_type: str) -> str:
+    if device_type == "cuda":
+        return "triton"
+    return "reference"
+
+
+@lru_cache(maxsize=8)
+def _load(name: str) -> PageBackend:
+    if name not in MODULES:
+        raise ValueError(f"no kernel backend {name!r}; there are {', '.join(MODULES)}")
+    return cast(PageBackend, importlib.import_module(MODULES[name]))
+
+
+def backend_name(device: torch.device | str = "cpu") -> str:
+    """The backend that works on this device now."""
+    return _forced or _default(torch.device(device).type)
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Force a backend by name inside the block, whatever the device; process-wide, for tests and benchmarks."""
+    global _forced
+    _load(name)
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def seal_pages(
+    caches: Sequence[Tensor],
+    src: PageLayout,
+    wire: PageLayout,
+    block_ids: BlockIds,
+    out: Tensor,
+    binding: SealBinding,
+    first_ordinal: int,
+    *,
+    head_start: int = 0,
+) -> Tensor:
+    """Gather cache pages into wire pages in the destination's format and return their digests, in one pass.
+
+    caches: one tensor a layer, shaped `src.cache_shape(blocks)`; BF16 as torch.bfloat16, FP8 as uint8 or float8_e4m3fn.
+    block_ids: the source blocks in token order (int32/int64 tensor or numbers).
+    out: uint8 [n, wire.page_bytes], rows contiguous; written fully. It may view shared memory (`torch.frombuffer`).
+      n * wire.page_tokens must reach into the last source block; tokens past the source's end become zero bytes.
+    binding, first_ordinal: page i is sealed as ordinal first_ordinal + i of this ticket and attempt.
+    head_start: wire head 0 is this head of the source (a shard of the page; see `plan_shards`).
+
+    Returns int64 [n] on the device of `out`: unsigned 64-bit digests in two's complement (`digests_to_ints`).
+    Raises LayoutError for layouts that cannot be converted, ValueError for arguments that do not fit them.
+    """
+    _check_pair(src, wire, head_start, wire.num_kv_heads, src.num_kv_heads)
+    _check_caches(caches, src)
+    _check_wire("out", out, wire)
+    ids = _block_ids(block_ids, caches[0])
+    n = out.shape[0]
+    _check_cover(len(ids), src.page_tokens, n, wire.page_tokens, "source blocks", "wire pages")
+    seeds = _seeds(wire, binding, first_ordinal, n)
+    if n == 0:
+        return torch.empty(0, dtype=torch.int64, device=out.device)
+    backend = _load(backend_name(caches[0].device))
+    return backend.seal_pages(caches, src, wire, ids, out, seeds, head_start)
+
+
+def open_pages(
+    wire_pages: Tensor,
+    wire: PageLayout,
+    digests: Digests,
+    caches: Sequence[Tensor],
+    dst: PageLayout,
+    block_ids: BlockIds,
+    binding: SealBinding,
+    first_ordinal: int,
+    *,
+    head_start: int = 0,
+) -> Tensor:
+    """Verify wire pages and scatter the good ones into cache blocks. A page with a wrong digest is never written.
+
+    wire_pages: uint8 [n, wire.page_bytes]; digests: n numbers, signed or unsigned, from the seal.
+    block_ids: the destination blocks in token order, no block twice; blocks past the last token are an error, wire
+      tokens past the last block (the padding of the last page) are left out.
+    head_start: wire head 0 becomes this head of the destination.
+
+    Returns bool [n]: True = the digest was right and the page is written. Raises as `seal_pages`.
+    """
+    if wire.dtype is not dst.dtype:
+        raise LayoutError(f"wire pages are {wire.describe()}, the caches {dst.describe()}: open does not convert")
+    _check_pair(wire, dst, head_start, wire.num_kv_heads, dst.num_kv_heads)
+    _check_caches(caches, dst)
+    _check_wire("wire_pages", wire_pages, wire)
+    ids = _block_ids(block_ids, caches[0])
+    if isinstance(block_ids, Sequence) and len(set(block_ids)) != len(block_ids):
+        raise ValueError("block_ids names a block twice: two pages would be written over each other")
+    n = wire_pages.shape[0]
+    _check_cover(n, wire.page_tokens, len(ids), dst.page_tokens, "wire pages", "destination blocks")
+    wanted = _digests(digests, n, wire_pages.device)
+    seeds = _seeds(wire, binding, first_ordinal, n)
+    if n == 0:
+        return torch.empty(0, dtype=torch.bool, device=wire_pages.device)
+    backend = _load(backend_name(caches[0].device))
+    return backend.open_pages(wire_pages, wire, wanted, caches, dst, ids, seeds, head_start)
+
+
+def page_digests(wire_pages: Tensor, wire: PageLayout, binding: SealBinding, first_ordinal: int) -> Tensor:
+    """int64 [n]: what `seal_pages` returned if these bytes are what it wrote. wire_pages: uint8 [n, page_bytes]."""
+    _check_wire("wire_pages", wire_pages, wire)
+    seeds = _seeds(wire, binding, first_ordinal, wire_pages.shape[0])
+    if wire_pages.shape[0] == 0:
+        return torch.empty(0, dtype=torch.int64, device=wire_pages.device)
+    return _load(backend_name(wire_pages.device)).page_digests(wire_pages, wire, seeds)
+
+
+def check_tags(page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare `page_tags[block_table[r, c]]` with `expected[r, c]` for c < num_pages[r].
+
+    page_tags: int64 [P]; block_table: int32 or int64 [R, C], columns contiguous; num_pages: int32 or int64 [R],
+    0 <= num_pages <= C; expected: int64 [R, >= C].
+    Padding (c >= num_pages[r]) is not read as an index and not compared. A page id outside [0, P) is a mismatch, not an
+    error. Returns (bad: bool [R], first_bad_column: int32 [R], -1 where the row is good), on the tensors' device; on
+    CUDA nothing synchronises.
+    """
+    if page_tags.dtype is not torch.int64 or page_tags.dim() != 1 or not page_tags.is_contiguous():
+        raise ValueError(f"page_tags must be int64 [P], contiguous, is {_what(page_tags)}")
+    if block_table.dtype not in (torch.int32, torch.int64) or block_table.dim() != 2:
+        raise ValueError(f"block_table must be int32 or int64 [R, C], is {_what(block_table)}")
+    rows, columns = block_table.shape
+    if expected.dtype is not torch.int64 or expected.dim() != 2 or expected.shape[0] != rows:
+        raise ValueError(f"expected must be int64 [{rows}, >= {columns}], is {_what(expected)}")
+    if expected.shape[1] < columns:
+        raise ValueError(f"expected must have at least {columns} columns, has {expected.shape[1]}")
+    if num_pages.dtype not in (torch.int32, torch.int64) or num_pages.shape != (rows,):
+        raise ValueError(f"num_pages must be int32 or int64 [{rows}], is {_what(num_pages)}")
+    if columns and (block_table.stride(1) != 1 or expected.stride(1) != 1):
+        raise ValueError("block_table and expected must have contiguous rows")
+    devices = {t.device for t in (page_tags, block_table, num_pages, expected)}
+    if len(devices) != 1:
+        raise ValueError(f"tensors are on {sorted(map(str, devices))}, must be on one device")
+    if block_table.device.type == "cpu" and rows and not 0 <= int(num_pages.min()) <= int(num_pages.max()) <= columns:
+        raise ValueError(f"num_pages must be within 0..{columns}, is {int(num_pages.min())}..{int(num_pages.max())}")
+    if rows == 0:
+        empty = torch.empty(0, dtype=torch.int32, device=block_table.device)
+        return empty.to(torch.bool), empty
+    backend = _load(backend_name(block_table.device))
+    return backend.check_tags(page_tags, block_table, num_pages, expected[:, :columns])
+
+
+def digests_to_ints(digests: Tensor) -> list[int]:
+    """int64 digests as unsigned Python numbers, for messages."""
+    return [to_unsigned(value) for value in digests.tolist()]
+
+
+def _what(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
+
+
+def _check_pair(src: PageLayout, dst: PageLayout, head_start: int, wire_heads: int, cache_heads: int) -> None:
+    if head_start < 0 or head_start + wire_heads > cache_heads:
+        raise LayoutError(f"heads {head_start}..{head_start + wire_heads} of the cache: it has {cache_heads}")
+    check_convertible(src, dst, head_start=head_start)
+
+
+def _check_caches(caches: Sequence[Tensor], layout: PageLayout) -> None:
+    if len(caches) != layout.num_layers:
+        raise ValueError(f"{len(caches)} caches for {layout.num_layers} layers")
+    kinds: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    if layout.dtype is PageDtype.E4M3:
+        kinds = (torch.uint8, torch.float8_e4m3fn)
+    for layer, cache in enumerate(caches):
+        if cache.dtype not in kinds or tuple(cache.shape) != layout.cache_shape(cache.shape[0]):
+            raise ValueError(
+                f"cache of layer {layer} is {_what(cache)}, must be {' or '.join(map(str, kinds))}"
+                f" {list(layout.cache_shape(cache.shape[0]))}"
+            )
+        if cache.shape[0] != caches[0].shape[0] or cache.device != caches[0].device:
+            raise ValueError(f"cache of layer {layer} differs from layer 0 in number of blocks or device")
+        page = cache[:1]
+        if layout.order is not PageOrder.KV_PACKED and cache.shape[0] and not page.is_contiguous():
+            raise ValueError(f"cache of layer {layer} has strides {list(cache.stride())}: a page must be contiguous")
+        if cache.dim() and cache.stride(-1) != 1:
+            raise ValueError(f"cache of layer {layer} has strides {list(cache.stride())}: the last must be 1")
+
+
+def _check_wire(name: str, pages: Tensor, wire: PageLayout) -> None:
+    if pages.dtype is not torch.uint8 or pages.dim() != 2 or pages.shape[1] != wire.page_bytes:
+        raise ValueError(f"{name} must be uint8 [n, {wire.page_bytes}], is {_what(pages)}")
+    if pages.stride(1) != 1 or (pages.shape[0] > 1 and pages.stride(0) % 16) or pages.data_ptr() % 16:
+        raise ValueError(f"{name} must have contiguous rows that begin at multiples of 16 bytes, is {_what(pages)}")
+
+
+def _check_cover(blocks: int, tokens: int, others: int, other_tokens: int, name: str, other_name: str) -> None:
+    """`others` pages must reach into the last of `blocks`, and not begin behind its end."""
+    total = blocks * tokens
+    if others > -(-total // other_tokens) or others * other_tokens <= total - tokens or (blocks and not others):
+        raise ValueError(
+            f"{blocks} {name} of {tokens} tokens do not go with {others} {other_name} of {other_tokens} tokens"
+        )
+
+
+def _block_ids(block_ids: BlockIds, cache: Tensor) -> Tensor:
+    """int64 [m]. Host ids are checked against the cache; ids on a device are checked by the kernel."""
+    ids = torch.as_tensor(block_ids)
+    if ids.dim() != 1 or (len(ids) and ids.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"block_ids must be a list of numbers or int32/int64 [m], is {_what(ids)}")
+    ids = ids.to(torch.int64)
+    if ids.device.type == "cpu" and len(ids):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= cache.shape[0]:
+            raise ValueError(f"block_ids go from {low} to {high}, the cache has blocks 0..{cache.shape[0] - 1}")
+    return ids
+
+
+def _digests(digests: Digests, n: int, device: torch.device) -> Tensor:
+    if isinstance(digests, Tensor):
+        out = digests.view(torch.int64) if digests.dtype is torch.uint64 else digests
+    elif isinstance(digests, np.ndarray):
+        out = torch.from_numpy(digests.view(np.int64) if digests.dtype == np.uint64 else digests)
+    else:
+        out = torch.tensor([to_signed(to_unsigned(value)) for value in digests], dtype=torch.int64)
+    if out.dtype is not torch.int64 or out.shape != (n,):
+        raise ValueError(f"digests must be {n} 64-bit numbers, is {_what(out)}")
+    return out.to(device)
+
+
+def _seeds(wire: PageLayout, binding: SealBinding, first_ordinal: int, n: int) -> Tensor:
+    if first_ordinal < 0:
+        raise ValueError(f"first_ordinal is {first_ordinal}, must be >= 0")
+    base = base_seed(wire, binding)
+    return torch.tensor([to_signed(page_seed(base, first_ordinal + i)) for i in range(n)], dtype=torch.int64)

@@ -1,0 +1,370 @@
+"""What the bytes of a KV page mean: the page layout, its fingerprint, and which pairs can be converted.
+
+A *page* is one block of the block table over all layers: `page_tokens` tokens. A cache is one tensor a layer; the
+*wire form* of a page is contiguous, `[layer][bytes of that layer's page]`, with the bytes in the destination's order.
+
+Orders (N = page_tokens, H = num_kv_heads, D = head_dim; every order is row-major as written):
+
+| order | one layer's page |
+|---|---|
+| `kv_packed` | `[H][N][K(D) then V(D)]`; the cache tensor is the logical view `(blocks, H, N, 2D)`, any strides |
+| `cpu_vec` | `[H]` of: K as `[D][N]`, then V as `[N][D]`; cache `(blocks, H, N, 2D)`, contiguous |
+| `cpu_amx` | `[H]` of: K as `[N/16][D/2][16 tokens][2 dims]`, then V as `[D/16][N/2][16 dims][2 tokens]`; same cache |
+| `mla` | `[N][D]`, one latent row a token (512 latent + 64 rope for DeepSeek and GLM); cache `(blocks, N, D)` |
+| `fp8_ds_mla` | `[N]` rows of 656 bytes: 512 e4m3 latent, 4 float32 tile scales, 64 BF16 rope |
+
+`cpu_vec` and `cpu_amx` are what the CPU attention backend of vLLM 0.32 writes for `layer.isa` "vec" and "amx"; the
+machine decides which (AMX where the CPU has it). A page means nothing to a reader of the other, so the order is part
+of the layout. BF16 and FP8 pages of one order share the permutation.
+
+This module uses the standard library only; every part of the product may import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any, Final
+
+DS_MLA_LATENT: Final = 512
+DS_MLA_ROPE: Final = 64
+DS_MLA_TILE: Final = 128
+DS_MLA_ROW_BYTES: Final = 656
+"""512 e4m3 bytes + 4 float32 scales + 64 BF16 values."""
+
+E4M3_MAX: Final = 448.0
+PAGE_ALIGN: Final = 16
+"""A layer's page is a whole number of 16-byte words: vector loads and the digest rely on it."""
+
+_U64: Final = (1 << 64) - 1
+
+
+class LayoutError(ValueError):
+    """A layout that cannot exist, or a pair of layouts that cannot be converted."""
+
+
+class PageOrder(StrEnum):
+    CPU_VEC = "cpu_vec"
+    CPU_AMX = "cpu_amx"
+    KV_PACKED = "kv_packed"
+    MLA = "mla"
+    FP8_DS_MLA = "fp8_ds_mla"
+
+    @property
+    def is_latent(self) -> bool:
+        return self in (PageOrder.MLA, PageOrder.FP8_DS_MLA)
+
+
+class PageDtype(StrEnum):
+    BF16 = "bfloat16"
+    E4M3 = "float8_e4m3fn"
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 if self is PageDtype.BF16 else 1
+
+
+class Rounding(StrEnum):
+    """How a value becomes an e4m3 byte. Both saturate at +-448; all arithmetic is IEEE float32, subnormals kept.
+
+    `nearest_even`, the GPU cache writers: y = x / scale, round to nearest, ties to even; +-inf -> +-448;
+    any NaN -> 0x7F; the sign of zero is kept (0x80).
+
+    `truncate`, vLLM's CPU cache writer: y = x * float32(1 / scale); y == +-0 -> 0x00; any NaN -> 0x7E (+448);
+    +-inf -> +-448; |y| >= 2^-6: the mantissa is cut; |y| < 2^-6: y is first rounded to nearest even at 2^-29 (the
+    writer multiplies by 2^-120, and that is where a float32 subnormal ends), then cut at 2^-9; a negative y that
+    ends at zero is 0x80.
+    """
+
+    NEAREST_EVEN = "nearest_even"
+    TRUNCATE = "truncate"
+
+
+@dataclass(frozen=True, slots=True)
+class SealBinding:
+    """What a digest is bound to besides bytes, position and layout.
+
+    `ticket_hash`: any unsigned 64-bit hash of the ticket id; `attempt`: 0 <= attempt < 2^32.
+    """
+
+    ticket_hash: int
+    attempt: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ticket_hash <= _U64:
+            raise ValueError(f"ticket_hash is {self.ticket_hash}, must be an unsigned 64-bit number")
+        if not 0 <= self.attempt < 1 << 32:
+            raise ValueError(f"attempt is {self.attempt}, must be 0 <= attempt < 2^32")
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Geometry and number format of a page. `head_dim` is the latent row length for MLA orders (`num_kv_heads` = 1).
+
+    `k_scales`, `v_scales`: what a stored e4m3 value is multiplied with to give the real one; one number, or one a
+    layer. They are kept as the nearest float32 and collapsed to one number when all are equal, so that equal layouts
+    have equal fingerprints. BF16 has scales 1.0, and `rounding` says nothing there and is kept as `nearest_even`.
+    MLA e4m3 uses `k_scales` for the whole row. `fp8_ds_mla` has no static scale.
+
+    Raises `LayoutError` with the field, the value and what is allowed.
+    """
+
+    num_layers: int
+    page_tokens: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: PageDtype
+    order: PageOrder
+    rounding: Rounding = Rounding.NEAREST_EVEN
+    k_scales: tuple[float, ...] = (1.0,)
+    v_scales: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "page_tokens", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise LayoutError(f"{name} is {value!r}, must be a whole number >= 1")
+        object.__setattr__(self, "dtype", _member(PageDtype, "dtype", self.dtype))
+        object.__setattr__(self, "order", _member(PageOrder, "order", self.order))
+        object.__setattr__(self, "rounding", _member(Rounding, "rounding", self.rounding))
+        for name in ("k_scales", "v_scales"):
+            object.__setattr__(self, name, _canonical_scales(name, getattr(self, name), self.num_layers))
+        _check_order(self)
+        if self.dtype is PageDtype.BF16:
+            object.__setattr__(self, "rounding", Rounding.NEAREST_EVEN)
+        if self.layer_page_bytes % PAGE_ALIGN:
+            raise LayoutError(
+                f"a layer's page is {self.layer_page_bytes} bytes, must be a multiple of {PAGE_ALIGN}:"
+                f" {self.describe()}"
+            )
+
+    @property
+    def values_per_token(self) -> int:
+        """Logical values of one token in one layer, K and V together."""
+        return self.head_dim if self.order.is_latent else 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_page_bytes(self) -> int:
+        if self.order is PageOrder.FP8_DS_MLA:
+            return self.page_tokens * DS_MLA_ROW_BYTES
+        return self.page_tokens * self.values_per_token * self.dtype.num_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers: the length of its wire form."""
+        return self.num_layers * self.layer_page_bytes
+
+    def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Logical shape of one layer's cache tensor."""
+        if self.order is PageOrder.FP8_DS_MLA:
+            return (num_blocks, self.page_tokens, DS_MLA_ROW_BYTES)
+        if self.order is PageOrder.MLA:
+            return (num_blocks, self.page_tokens, self.head_dim)
+        return (num_blocks, self.num_kv_heads, self.page_tokens, 2 * self.head_dim)
+
+    def k_scale(self, layer: int) -> float:
+        return self.k_scales[layer if len(self.k_scales) > 1 else 0]
+
+    def v_scale(self, layer: int) -> float:
+        return self.v_scales[layer if len(self.v_scales) > 1 else 0]
+
+    def with_dtype(
+        self,
+        dtype: PageDtype,
+        *,
+        rounding: Rounding = Rounding.NEAREST_EVEN,
+        k_scales: tuple[float, ...] = (1.0,),
+        v_scales: tuple[float, ...] = (1.0,),
+    ) -> PageLayout:
+        return replace(self, dtype=dtype, rounding=rounding, k_scales=k_scales, v_scales=v_scales)
+
+    def with_heads(self, num_kv_heads: int) -> PageLayout:
+        """The same layout for a part of the heads: the wire layout of one shard of a page."""
+        return replace(self, num_kv_heads=num_kv_heads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; floats are exact (float32 values)."""
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("dtype", "order", "rounding"):
+            out[name] = str(out[name])
+        for name in ("k_scales", "v_scales"):
+            out[name] = list(out[name])
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PageLayout:
+        """The inverse of `to_dict`. All fields must be there and no others: a peer sent this."""
+        names = {f.name for f in fields(cls)}
+        if missing := names - set(data):
+            raise LayoutError(f"page layout lacks {', '.join(sorted(missing))}")
+        if unknown := set(data) - names:
+            raise LayoutError(f"page layout has unknown {', '.join(sorted(map(repr, unknown)))}")
+        values = dict(data)
+        for name in ("k_scales", "v_scales"):
+            if not isinstance(values[name], list | tuple):
+                raise LayoutError(f"{name} is {values[name]!r}, must be a list of numbers")
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits over every field; equal layouts, and only they, have equal fingerprints."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(b"pageferry-page-layout-1\0" + canonical.encode()).hexdigest()[:32]
+
+    @property
+    def fingerprint_u64(self) -> int:
+        """The first 64 bits of the fingerprint, as digests are bound to."""
+        return int(self.fingerprint[:16], 16)
+
+    def describe(self) -> str:
+        scales = (
+            "" if self.dtype is PageDtype.BF16 else f" {self.rounding} k={_few(self.k_scales)} v={_few(self.v_scales)}"
+        )
+        return (
+            f"{self.order} {self.dtype}{scales} layers={self.num_layers} page_tokens={self.page_tokens}"
+            f" kv_heads={self.num_kv_heads} head_dim={self.head_dim}"
+        )
+
+
+def check_convertible(src: PageLayout, dst: PageLayout, *, head_start: int | None = None) -> None:
+    """Raise `LayoutError` (both sides in the message) unless pages of `src` can become pages of `dst`.
+
+    Converted: order within the K|V family, page_tokens, BF16 -> e4m3 (uniform, or MLA -> fp8_ds_mla rows), and equal
+    formats as they are. Refused, never guessed: another number of layers or another head_dim, FP8 -> BF16, FP8 -> FP8
+    with another scale or rounding (a second rounding), K|V against latent.
+
+    `head_start` None demands the same heads on both sides. A number says that the side with fewer heads is that part
+    of the other one, beginning at this head.
+    """
+    problems = _differing(src, dst, ("num_layers", "head_dim"))
+    if head_start is None:
+        if src.num_kv_heads != dst.num_kv_heads:
+            problems.append(
+                f"num_kv_heads {src.num_kv_heads} against {dst.num_kv_heads} (a shard needs its head_start)"
+            )
+    elif head_start < 0 or head_start + min(src.num_kv_heads, dst.num_kv_heads) > max(
+        src.num_kv_heads, dst.num_kv_heads
+    ):
+        problems.append(f"head_start {head_start} does not fit {src.num_kv_heads} against {dst.num_kv_heads} heads")
+    if src.order.is_latent != dst.order.is_latent:
+        problems.append(f"order {src.order} against {dst.order}")
+    elif src.dtype is PageDtype.E4M3:
+        if dst.dtype is not PageDtype.E4M3:
+            problems.append("dtype float8_e4m3fn cannot become bfloat16: what rounding took is gone")
+        elif (src.order is PageOrder.FP8_DS_MLA) != (dst.order is PageOrder.FP8_DS_MLA):
+            problems.append(f"order {src.order} against {dst.order}: a second rounding")
+        else:
+            second = _differing(src, dst, ("rounding", "k_scales", "v_scales"))
+            problems += [f"{each}: a second rounding" for each in second]
+    if problems:
+        raise LayoutError(
+            f"cannot convert pages: {'; '.join(problems)}. Source: {src.describe()}. Destination: {dst.describe()}"
+        )
+
+
+def _differing(src: PageLayout, dst: PageLayout, names: tuple[str, ...]) -> list[str]:
+    pairs = ((name, getattr(src, name), getattr(dst, name)) for name in names)
+    return [f"{name} {ours} against {theirs}" for name, ours, theirs in pairs if ours != theirs]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPart:
+    """A run of heads that goes from one source rank to one destination rank; starts count within the rank."""
+
+    src_rank: int
+    dst_rank: int
+    src_head_start: int
+    dst_head_start: int
+    num_heads: int
+
+
+def plan_shards(num_kv_heads: int, src_ranks: int, dst_ranks: int) -> tuple[ShardPart, ...]:
+    """Which heads travel from which tensor-parallel rank to which, TP m -> n.
+
+    A side with more ranks than heads replicates them (rank r holds head r * heads // ranks, as vLLM does); of several
+    source ranks with the same head the lowest sends. Every head of every destination rank appears exactly once.
+    """
+    src, dst = _rank_heads("src_ranks", num_kv_heads, src_ranks), _rank_heads("dst_ranks", num_kv_heads, dst_ranks)
+    owner: dict[int, tuple[int, int]] = {}
+    for rank, held in enumerate(src):
+        for local, head in enumerate(held):
+            owner.setdefault(head, (rank, local))
+    parts: list[ShardPart] = []
+    for rank, held in enumerate(dst):
+        for local, head in enumerate(held):
+            src_rank, src_local = owner[head]
+            last = parts[-1] if parts else None
+            if (
+                last is not None
+                and (last.dst_rank, last.src_rank) == (rank, src_rank)
+                and last.src_head_start + last.num_heads == src_local
+            ):
+                parts[-1] = replace(last, num_heads=last.num_heads + 1)
+            else:
+                parts.append(ShardPart(src_rank, rank, src_local, local, 1))
+    return tuple(parts)
+
+
+def _rank_heads(name: str, num_kv_heads: int, ranks: int) -> list[range]:
+    if ranks < 1 or num_kv_heads < 1 or (num_kv_heads % ranks and ranks % num_kv_heads):
+        raise LayoutError(f"{name} is {ranks}: {num_kv_heads} KV heads neither split nor replicate evenly over it")
+    if ranks <= num_kv_heads:
+        each = num_kv_heads // ranks
+        return [range(r * each, (r + 1) * each) for r in range(ranks)]
+    return [range(r * num_kv_heads // ranks, r * num_kv_heads // ranks + 1) for r in range(ranks)]
+
+
+def _member(kind: Any, name: str, value: object) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise LayoutError(f"{name} is {value!r}, must be one of {', '.join(m.value for m in kind)}") from None
+
+
+def _canonical_scales(name: str, scales: object, num_layers: int) -> tuple[float, ...]:
+    if not isinstance(scales, tuple) or len(scales) not in (1, num_layers):
+        raise LayoutError(f"{name} is {scales!r}, must be a tuple of 1 or num_layers = {num_layers} numbers")
+    out: list[float] = []
+    for scale in scales:
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+            raise LayoutError(f"{name} holds {scale!r}, must be finite numbers > 0")
+        # Outside this range float32(1 / scale) is subnormal or infinite, and the two rounding rules stop being useful.
+        if not 2.0**-120 <= scale <= 2.0**120:
+            raise LayoutError(f"{name} holds {scale!r}, must be between 2^-120 and 2^120")
+        out.append(struct.unpack("<f", struct.pack("<f", scale))[0])
+    return (out[0],) if len(set(out)) == 1 else tuple(out)
+
+
+def _check_order(layout: PageLayout) -> None:
+    order, dtype = layout.order, layout.dtype
+    if dtype is PageDtype.BF16 and (layout.k_scales, layout.v_scales) != ((1.0,), (1.0,)):
+        raise LayoutError(f"k_scales {layout.k_scales}, v_scales {layout.v_scales}: BF16 pages have scale 1.0")
+    if order.is_latent:
+        if layout.num_kv_heads != 1:
+            raise LayoutError(f"num_kv_heads is {layout.num_kv_heads}, must be 1 for order {order}")
+        if layout.v_scales != (1.0,):
+            raise LayoutError(
+                f"v_scales is {layout.v_scales}, must be (1.0,) for order {order}: a latent row has one scale"
+            )
+    if order is PageOrder.CPU_AMX and (layout.page_tokens % 16 or layout.head_dim % 16):
+        raise LayoutError(
+            f"order {order} needs page_tokens and head_dim that are multiples of 16, not"
+            f" {layout.page_tokens} and {layout.head_dim}"
+        )
+    if order is PageOrder.FP8_DS_MLA:
+        if layout.head_dim != DS_MLA_LATENT + DS_MLA_ROPE:
+            raise LayoutError(f"head_dim is {layout.head_dim}, must be 576 for order {order}")
+        if dtype is not PageDtype.E4M3 or layout.rounding is not Rounding.NEAREST_EVEN or layout.k_scales != (1.0,):
+            raise LayoutError(
+                f"order {order} is float8_e4m3fn, nearest_even, scale 1.0 (its scales travel in the rows)"
+            )
+
+
+def _few(scales: tuple[float, ...]) -> str:
+    return f"{scales[0]:.6g}" if len(scales) == 1 else f"[{len(scales)} scales {min(scales):.6g}..{max(scales):.6g}]"
