@@ -1,0 +1,46 @@
+"""What a model needs and what it will do on given GPUs, before anybody has bought them.
+
+    name, config, folder = model_config("glm-5.2")          # or a folder or config.json of a Hugging Face checkpoint
+    arch = architecture(config, name)
+    settings = PoolSettings(gpu("H200"), weight_format("int4", arch), kv_format("fp8", arch), Parallel(tp=8))
+    plan = plan_pool(arch, settings)                         # plan.kv_tokens, plan.max_requests, plan.problems
+    roofline = Roofline.of(arch, settings)                   # roofline.decode_step_seconds(batch, context_tokens_total)
+
+Pure arithmetic over facts in `cluster/models.json`: no clock, no network, no GPU.
+"""
+
+from __future__ import annotations
+
+from cluster.planning.architecture import Architecture, architecture
+from cluster.planning.facts import GIB, Gpu, PlanError, gpu, known_gpus, known_models, model_config
+from cluster.planning.formats import WeightFormat, kv_format, weight_format
+from cluster.planning.memory import PoolPlan, PoolSettings, implied_reserve, plan_pool
+from cluster.planning.roofline import Constants, Roofline, StepCost
+from cluster.planning.sharding import Parallel
+from cluster.planning.tensors import active_parameters, parameters, tensors
+
+__all__ = [
+    "GIB",
+    "Architecture",
+    "Constants",
+    "Gpu",
+    "Parallel",
+    "PlanError",
+    "PoolPlan",
+    "PoolSettings",
+    "Roofline",
+    "StepCost",
+    "WeightFormat",
+    "active_parameters",
+    "architecture",
+    "gpu",
+    "implied_reserve",
+    "known_gpus",
+    "known_models",
+    "kv_format",
+    "model_config",
+    "parameters",
+    "plan_pool",
+    "tensors",
+    "weight_format",
+]
