@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels import int4
 from kernels.digest import base_seed, page_seed, to_signed, to_unsigned
 from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, SealBinding, check_convertible
 
@@ -34,8 +35,10 @@ __all__ = [
     "check_tags",
     "digests_to_ints",
     "open_pages",
+    "pack_int4",
     "page_digests",
     "seal_pages",
+    "unpack_int4",
     "use_backend",
 ]
 
@@ -43,6 +46,7 @@ BlockIds = Sequence[int] | Tensor
 Digests = Sequence[int] | np.ndarray | Tensor
 
 MODULES = {"reference": "kernels.reference", "numba": "kernels.cpu_numba", "triton": "kernels.triton_backend"}
+WEIGHT_MODULES = {"reference": "kernels.int4", "numba": "kernels.cpu_int4", "triton": "kernels.triton_backend"}
 
 
 class PageBackend(Protocol):
@@ -78,6 +82,14 @@ class PageBackend(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class WeightBackend(Protocol):
+    def pack_int4(
+        self, weight: Tensor, group_size: int, symmetric: bool, grid: tuple[float, ...], block_scale: Tensor | None
+    ) -> int4.PackedInt4: ...
+
+    def unpack_int4(self, packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int) -> Tensor: ...
+
+
 _forced: str | None = None
 
 
@@ -93,6 +105,11 @@ def _load(name: str) -> PageBackend:
     if name not in MODULES:
         raise ValueError(f"no kernel backend {name!r}; there are {', '.join(MODULES)}")
     return cast(PageBackend, importlib.import_module(MODULES[name]))
+
+
+@lru_cache(maxsize=8)
+def _load_weights(name: str) -> WeightBackend:
+    return cast(WeightBackend, importlib.import_module(WEIGHT_MODULES[name]))
 
 
 def backend_name(device: torch.device | str = "cpu") -> str:
@@ -228,6 +245,36 @@ def check_tags(page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expect
         return empty.to(torch.bool), empty
     backend = _load(backend_name(block_table.device))
     return backend.check_tags(page_tags, block_table, num_pages, expected[:, :columns])
+
+
+def pack_int4(
+    weight: Tensor,
+    group_size: int,
+    symmetric: bool,
+    clip_grid: Sequence[float] | None = None,
+    *,
+    block_scale: Tensor | None = None,
+) -> int4.PackedInt4:
+    """Quantise a weight to INT4 groups in the compressed-tensors `pack-quantized` layout (`kernels.int4` defines it).
+
+    weight: [N, K] bfloat16, or float8_e4m3fn with block_scale float32 [ceil(N/128), ceil(K/128)]; K a multiple of
+    group_size (32, 64 or 128). clip_grid: ratios in 0.5..1.0 to try per group, None = (1.0,).
+    Returns (packed int32 [N, K/8], scale bfloat16 [N, K/group_size], zero_point int32 [ceil(N/8), K/group_size] or
+    None when symmetric). Any run of rows (a multiple of 8 rows if asymmetric, of 128 with block_scale) can be packed
+    by itself and concatenated: a checkpoint streams. Raises ValueError for other shapes and for NaN or infinity in the
+    weight.
+    """
+    grid = int4.check_pack(weight, group_size, clip_grid, block_scale)
+    out = _load_weights(backend_name(weight.device)).pack_int4(weight, group_size, symmetric, grid, block_scale)
+    int4.check_finite(out.scale)
+    return out
+
+
+def unpack_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int) -> Tensor:
+    """The weight that `pack_int4`'s result stands for: bfloat16 [N, K]."""
+    int4.check_unpack(packed, scale, zero_point, group_size)
+    backend = _load_weights(backend_name(packed.device))
+    return backend.unpack_int4(packed, scale, zero_point, group_size)
 
 
 def digests_to_ints(digests: Tensor) -> list[int]:
