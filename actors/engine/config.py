@@ -1,0 +1,139 @@
+"""From a pool of the cluster spec to the vLLM engine of one replica, and what that engine must share with its peers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from actors.nouns import Fingerprint, Role
+from cluster.spec import ClusterSpec, PoolSpec
+
+CONNECTOR_MODULE = "actors.engine.connector"
+# Engine arguments that the hand-over depends on: set in the pool's own fields, never in `engine_args`.
+OWNED_ARGS = {
+    "model": "model.path or the pool's weights",
+    "kv_cache_dtype": "kv_dtype",
+    "block_size": "block_tokens",
+    "tensor_parallel_size": "tensor_parallel",
+    "kv_transfer_config": "transfer",
+    "worker_extension_cls": "integrity",
+    "scheduler_cls": "integrity",
+    "disable_hybrid_kv_cache_manager": "nothing: pages need one cache group",
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt")
+
+
+class ConfigError(ValueError):
+    """An engine that cannot be built from the configuration; names the field and the way out."""
+
+
+def pool_of(spec: ClusterSpec, role: Role) -> PoolSpec:
+    return spec.pools.prefill if role is Role.PREFILL else spec.pools.decode
+
+
+def set_environment(spec: ClusterSpec, role: Role) -> None:
+    """Environment of the engine processes; must run before vLLM is imported in this process."""
+    pool = pool_of(spec, role)
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if pool.gpus_per_replica == 0:
+        # One thread an engine unless the pool says otherwise: with default binding two engines land on one core.
+        defaults |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(max(1, int(pool.cpus_per_replica))),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        if pool.kv_cache_gib is not None:
+            if pool.kv_cache_gib != int(pool.kv_cache_gib):
+                raise ConfigError(
+                    f"pools.{role}.kv_cache_gib {pool.kv_cache_gib}: vLLM's CPU cache takes whole GiB; "
+                    "for less set engine_args.num_gpu_blocks_override (pages)"
+                )
+            defaults["VLLM_CPU_KVCACHE_SPACE"] = str(int(pool.kv_cache_gib))
+    # Ray sets OMP_NUM_THREADS to the replica's CPUs, which may be 0 or a fraction; ours is the considered one.
+    os.environ.update(defaults | pool.env)
+
+
+def engine_kwargs(spec: ClusterSpec, role: Role, replica_id: str, socket_path: str) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs for a replica of this pool."""
+    pool, model = pool_of(spec, role), spec.model
+    for name, where in OWNED_ARGS.items():
+        if name in pool.engine_args:
+            raise ConfigError(f"pools.{role}.engine_args.{name} is set by {where}; remove it")
+    if pool.gpus_per_replica > 1:
+        backend = "ray"
+    elif pool.tensor_parallel == 1:
+        backend = "uni"
+    else:
+        backend = "mp"
+    kwargs: dict[str, Any] = {
+        "model": pool.weights or model.path,
+        "tokenizer": model.tokenizer or model.path,
+        "revision": model.revision,
+        "served_model_name": [model.served_name],
+        "trust_remote_code": model.trust_remote_code,
+        "max_model_len": model.max_model_len,
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "auto" if pool.kv_dtype == "bfloat16" else "fp8_e4m3",
+        "block_size": pool.block_tokens,
+        "max_num_seqs": pool.max_num_seqs,
+        "max_num_batched_tokens": pool.max_num_batched_tokens,
+        "enable_prefix_caching": pool.enable_prefix_caching,
+        "tensor_parallel_size": pool.tensor_parallel,
+        "distributed_executor_backend": backend,
+        "disable_hybrid_kv_cache_manager": True,
+        "worker_extension_cls": f"{CONNECTOR_MODULE}.FerryWorkerExtension",
+        "kv_transfer_config": {
+            "kv_connector": "FerryConnector",
+            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_role": "kv_producer" if role is Role.PREFILL else "kv_consumer",
+            # A page that cannot be opened is computed again by decode; the request does not fail for it.
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "replica_id": replica_id,
+                "role": str(role),
+                "socket": socket_path,
+                "kv_scales": list(pool.kv_scales),
+                "integrity": spec.integrity.model_dump(),
+                "faults": spec.faults.model_dump(),
+            },
+        },
+    }
+    return kwargs | pool.engine_args
+
+
+def fingerprint(vllm_config: Any, tokenizer_path: str) -> Fingerprint:
+    """Model geometry and tokenizer: what must be equal on both sides. Weight format and names are left out."""
+    model, hf = vllm_config.model_config, vllm_config.model_config.hf_text_config
+    names = (
+        "model_type",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "vocab_size",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "sliding_window",
+    )
+    geometry = {name: value for name in names if (value := getattr(hf, name, None)) is not None}
+    geometry["head_size"] = model.get_head_size()
+    geometry["use_mla"] = model.use_mla
+    geometry["tensor_parallel"] = vllm_config.parallel_config.tensor_parallel_size
+    return Fingerprint(geometry=geometry, tokenizer=hash_tokenizer(tokenizer_path))
+
+
+def hash_tokenizer(path: str) -> str:
+    """SHA-256 over the tokenizer's vocabulary files; "" when `path` is no folder (a name in the hub cache)."""
+    folder = Path(path)
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not files:
+        return ""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()

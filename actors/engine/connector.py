@@ -1,0 +1,202 @@
+"""The vLLM connector: forwards to a scheduler half and a worker half, which meet only through the metadata value.
+
+Loaded by vLLM through `kv_connector="FerryConnector"`, `kv_connector_module_path="actors.engine.connector"`.
+`kv_connector_extra_config` comes from the replica: `replica_id`, `role`, `socket`, `kv_scales`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+
+from actors.engine.metadata import FerryMetadata
+from actors.engine.scheduler_half import SchedulerHalf
+from actors.engine.worker_half import WorkerHalf
+from actors.nouns import Role
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class FerryConnector(KVConnectorBase_V1):
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(
+                f"this model has {len(kv_cache_config.kv_cache_groups)} KV cache groups; pages of hybrid models "
+                "(sliding window, Mamba) have no codec, so it cannot be served in two pools"
+            )
+        self.scheduler: SchedulerHalf | None = None
+        self.worker: WorkerHalf | None = None
+        config = self._kv_transfer_config.get_from_extra_config
+        self._empty_step = False
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduler = SchedulerHalf(vllm_config.cache_config.block_size, self._block_ids_of)
+            _add_utility(self)
+        else:
+            parallel = vllm_config.parallel_config
+            self.worker = WorkerHalf(
+                replica_id=config("replica_id", ""),
+                role=Role(config("role", Role.DECODE)),
+                rank=parallel.rank,
+                world=parallel.world_size,
+                socket_path=config("socket", ""),
+            )
+        self._kv_scales: tuple[float, float] = tuple(config("kv_scales", (1.0, 1.0)))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # Sealing needs no page after its step, so a preempted prefill has nothing left to deliver.
+        return False
+
+    # -- scheduler side
+
+    def _block_ids_of(self, request_id: str) -> list[int]:
+        assert self._kv_cache_manager is not None
+        block_ids: list[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
+        return block_ids
+
+    def on_new_request(self, request: Request) -> None:
+        assert self.scheduler is not None
+        self.scheduler.on_new_request(request.request_id, request.kv_transfer_params)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self.scheduler is not None
+        external = self.scheduler.num_external_tokens(request.request_id, num_computed_tokens)
+        return external, external > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        assert self.scheduler is not None
+        self.scheduler.on_allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self.scheduler is not None
+        return self.scheduler.build(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        assert self.scheduler is not None
+        self.scheduler.on_loaded(
+            set(connector_output.finished_recving or ()), set(connector_output.failed_recving or ())
+        )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self.scheduler is not None
+        self.scheduler.on_finished(request.request_id)
+        return False, None
+
+    # -- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self.worker is not None
+        layers = self._vllm_config.compilation_config.static_forward_context
+        self.worker.register(kv_caches, layers, self._vllm_config.cache_config.cache_dtype, self._kv_scales)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        assert self.worker is not None
+        self._empty_step = forward_context.attn_metadata is None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, FerryMetadata)
+        self.worker.start_opening(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        assert self.worker is not None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, FerryMetadata)
+        self.worker.seal(metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self.worker is not None
+        finished, failed = self.worker.landed(self._empty_step)
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+
+
+def _add_utility(connector: FerryConnector) -> None:
+    """Gives the engine core one more utility method, so that the replica can ask the scheduler half in its own thread.
+
+    vLLM looks utilities up by name on the engine core (`EngineCoreClient.call_utility_async`); it has no registry.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def pageferry_scheduler(self: Any) -> dict[str, Any]:
+        half = connector.scheduler
+        assert half is not None
+        pool = self.scheduler.kv_cache_manager.block_pool
+        total = pool.num_gpu_blocks - 1  # block 0 is vLLM's null block
+        free = pool.get_num_free_blocks()
+        return {
+            "blocks_total": total,
+            "blocks_free": free,
+            "blocks_held": total - free,
+            "blocks_quarantined": 0,
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "requests": len(self.scheduler.requests),
+            "idle": half.idle(),
+            "counters": {name: getattr(half.counters, name) for name in half.counters.__slots__},
+        }
+
+    EngineCore.pageferry_scheduler = pageferry_scheduler
+
+
+class FerryWorkerExtension:
+    """Methods that vLLM mixes into its worker (`worker_extension_cls`), for `collective_rpc`."""
+
+    def pageferry_describe(self) -> dict[str, Any]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = get_kv_transfer_group()
+        half = connector.worker
+        caches = half._caches
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        return {
+            "layout": half.layout.to_dict(),
+            "kv_cache_bytes": sum(cache.numel() * cache.element_size() for cache in caches),
+            "weights_bytes": _weights_bytes(model),
+            "pid": os.getpid(),
+        }
+
+    def pageferry_worker(self) -> dict[str, Any]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        half = get_kv_transfer_group().worker
+        return {
+            "bytes_sealed": half.bytes_sealed,
+            "seal_ns": half.seal_ns,
+            "open_ns": half.open_ns,
+            "messages_dropped": half._link.dropped,
+        }
+
+
+def _weights_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers, tied ones once."""
+    seen: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(seen.values())

@@ -1,0 +1,78 @@
+"""Which `PageLayout` an engine's KV cache has. Explicit cases; what is not known is refused, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, Rounding
+
+_DTYPES = {
+    torch.bfloat16: PageDtype.BF16,
+    torch.uint8: PageDtype.E4M3,
+    torch.float8_e4m3fn: PageDtype.E4M3,
+}
+_CPU_ISA = {"vec": PageOrder.CPU_VEC, "amx": PageOrder.CPU_AMX}
+_PACKED_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+
+
+def describe(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], cache_dtype: str) -> PageLayout:
+    """The layout of an engine's cache.
+
+    `kv_caches`: layer name -> cache tensor, as vLLM registers them with a connector; `layers`: the attention layers by
+    the same names; `cache_dtype`: `cache_config.cache_dtype`. Raises `LayoutError` for a cache it does not know.
+    """
+    if not kv_caches:
+        raise LayoutError(
+            "this engine has no attention KV cache; only models with attention pages can be served in two pools"
+        )
+    shapes = {tuple(cache.shape) for cache in kv_caches.values()}
+    dtypes = {cache.dtype for cache in kv_caches.values()}
+    if len(shapes) != 1 or len(dtypes) != 1:
+        raise LayoutError(
+            f"layers with different caches (shapes {sorted(shapes)}, dtypes {sorted(map(str, dtypes))}) are not "
+            "supported: hybrid models (sliding window, Mamba) have no page codec yet"
+        )
+    shape, dtype = shapes.pop(), dtypes.pop()
+    first = layers[next(iter(kv_caches))]
+    backend = first.attn_backend.get_name()
+    if dtype not in _DTYPES:
+        raise LayoutError(
+            f"KV cache dtype {dtype} (cache_dtype {cache_dtype!r}) has no codec; use bfloat16 or fp8_e4m3"
+        )
+    page_dtype = _DTYPES[dtype]
+    if page_dtype is PageDtype.E4M3 and cache_dtype not in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
+        raise LayoutError(f"kv_cache_dtype {cache_dtype!r} has no codec; use fp8_e4m3")
+    order = _order(backend, shape, cache_dtype, first)
+    fp8 = page_dtype is PageDtype.E4M3
+    scaled = fp8 and order is not PageOrder.FP8_DS_MLA
+    k_scales = tuple(float(layers[name]._k_scale_float) for name in kv_caches) if scaled else (1.0,)
+    v_scales = tuple(float(layers[name]._v_scale_float) for name in kv_caches) if scaled else (1.0,)
+    latent = order.is_latent
+    return PageLayout(
+        num_layers=len(kv_caches),
+        page_tokens=shape[1] if latent else shape[2],
+        num_kv_heads=1 if latent else shape[1],
+        head_dim=(576 if order is PageOrder.FP8_DS_MLA else shape[2]) if latent else shape[3] // 2,
+        dtype=page_dtype,
+        order=order,
+        # The CPU writer truncates, the GPU writers round to nearest even.
+        rounding=Rounding.TRUNCATE if fp8 and backend == "CPU_ATTN" else Rounding.NEAREST_EVEN,
+        k_scales=k_scales,
+        v_scales=(1.0,) if latent else v_scales,
+    )
+
+
+def _order(backend: str, shape: tuple[int, ...], cache_dtype: str, layer: Any) -> PageOrder:
+    if backend == "CPU_ATTN" and len(shape) == 4:
+        isa = getattr(layer, "isa", None)
+        if isa in _CPU_ISA:
+            return _CPU_ISA[isa]
+        raise LayoutError(f"CPU attention with isa {isa!r} has no codec; known: {', '.join(_CPU_ISA)}")
+    if "MLA" in backend and len(shape) == 3:
+        return PageOrder.FP8_DS_MLA if cache_dtype == "fp8_ds_mla" else PageOrder.MLA
+    if backend in _PACKED_BACKENDS and len(shape) == 4:
+        return PageOrder.KV_PACKED
+    raise LayoutError(f"attention backend {backend} with cache shape {shape} has no codec")
