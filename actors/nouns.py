@@ -212,7 +212,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
     known: bool
     draining: bool = False
     fenced: bool = False
-    cancel: tuple[TicketId, ...] = ()  # abort these here, whoever asked for them is gone; idempotent
+    cancel: tuple[tuple[TicketId, int], ...] = ()  # (ticket_id, attempt): abort that and earlier attempts; idempotent
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
