@@ -1,0 +1,269 @@
+"""FerryCoreClient: stands where AsyncLLM expects its engine core, and serves each request from two pools.
+
+It only carries: what to do next is `app.story`, which request form goes where is `app.forms`. One `Run` a request
+performs the story's actions and has one `finally` that gives everything back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from actors.nouns import AdmitRequest, Claim, Order, ReplicaId, Role
+from app import context, forms
+from app.family import Family
+from app.links import Link
+from app.ports import ControllerGone, ControllerPort, DecodePort, PrefillPort
+from app.run import Run
+from app.story import Broken, Cancelled, Fault, Finished, PrefillLost
+
+logger = logging.getLogger("pageferry.frontend")
+
+# How many sequences the request that is being added has (n), and their shared ticket; set round AsyncLLM.add_request.
+FAMILY: ContextVar[Family | None] = ContextVar("pageferry_family", default=None)
+# True while AsyncLLM aborts because the client is gone, not because a stop string was found.
+LEAVING: ContextVar[bool] = ContextVar("pageferry_leaving", default=False)
+
+
+def _alone() -> Family:
+    family = Family(1)
+    family.closed = True
+    return family
+
+
+Observer = Callable[[str, float, dict[str, str]], None]
+
+
+def _nobody(name: str, value: float, labels: dict[str, str]) -> None:
+    pass
+
+
+class FerryCoreClient:
+    """The part of vLLM's `EngineCoreClient` that AsyncLLM and the OpenAI server use.
+
+    `num_engines` is how many decode replicas there can be at once: each has an engine index in vLLM's own metrics.
+    `on_fault(request_id, fault)` is called when a request fails after it was added.
+    """
+
+    def __init__(
+        self,
+        frontend_id: str,
+        controller: ControllerPort,
+        prefill: PrefillPort,
+        decode: DecodePort,
+        *,
+        block_tokens: int,
+        num_engines: int = 1,
+        observe: Observer = _nobody,
+    ) -> None:
+        self.frontend_id = frontend_id
+        self.controller = controller
+        self.prefill = prefill
+        self.decode = decode
+        self.block_tokens = block_tokens
+        self.observe = observe
+        self.on_fault: Callable[[str, Fault], None] = lambda request_id, fault: None
+        self.runs: dict[str, Run] = {}
+        self.links: dict[ReplicaId, Link] = {}
+        self.families: dict[int, Family] = {}  # by ticket id, live ones
+        # vLLM's surface
+        self.engine_ranks_managed = list(range(num_engines))
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._free_indices = list(reversed(range(num_engines)))
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._supported_tasks: tuple[Any, ...] | None = None
+
+    # -- requests
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Returns once the request is admitted. Raises what the client should see when it is not."""
+        if self.resources.engine_dead:
+            raise EngineDeadError()
+        if request.resumable:
+            raise VLLMValidationError("streaming input is not supported by this service")
+        params = request.sampling_params
+        for name in forms.INTERNAL_ARGS:
+            if params is not None and name in (params.extra_args or {}):
+                raise VLLMValidationError(f"{name} is an internal field and not accepted", parameter=name)
+        caller = context.current()
+        if caller.tenant:
+            request = msgspec.structs.replace(request, cache_salt=context.cache_salt(caller.tenant))
+        family = FAMILY.get() or _alone()
+        run = Run(self, request, family, caller)
+        self.runs[request.request_id] = run
+        family.join(run)
+        run.start()
+        try:
+            await run.admitted
+        except asyncio.CancelledError:
+            run.tell(Cancelled())
+            raise
+
+    def admit_request(self, request: EngineCoreRequest, num_sequences: int) -> AdmitRequest:
+        caller = context.current()
+        params, prompt = request.sampling_params, request.prompt_token_ids or ()
+        num_prompt = len(prompt) or (0 if request.prompt_embeds is None else len(request.prompt_embeds))
+        return AdmitRequest(
+            request_id=request.request_id,
+            frontend_id=self.frontend_id,
+            num_prompt_tokens=num_prompt,
+            max_tokens=(params.max_tokens or 1) if params is not None else 1,
+            num_sequences=num_sequences,
+            disaggregate=forms.disaggregates(request),
+            prefix_hashes=forms.prefix_hashes(prompt, self.block_tokens, request.cache_salt),
+            session=request.session_id or caller.session,
+            tenant=caller.tenant,
+            priority=request.priority,
+        )
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Acts at once: every phase hears of it before this returns; what is left to do runs on by itself."""
+        event = Cancelled() if LEAVING.get() else Finished()
+        for request_id in request_ids:
+            if run := self.runs.get(request_id):
+                run.tell(event)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    # -- links to decode replicas
+
+    def link(self, replica_id: ReplicaId) -> Link:
+        link = self.links.get(replica_id)
+        if link is None or link.closed:
+            index = self._free_indices.pop() if self._free_indices else 0
+            link = Link(replica_id, index, self.decode.outputs(replica_id), self._outputs.put_nowait, self._link_closed)
+            self.links[replica_id] = link
+        return link
+
+    def _link_closed(self, link: Link) -> None:
+        if self.links.get(link.replica_id) is link:
+            del self.links[link.replica_id]
+        if link.engine_index not in self._free_indices:
+            self._free_indices.append(link.engine_index)
+
+    def replica_leaving(self, replica_id: ReplicaId) -> None:
+        """No new tickets will name it: its stream ends with its last request, so that it can leave."""
+        if link := self.links.get(replica_id):
+            link.close_when_empty()
+
+    # -- tickets
+
+    def hold(self, family: Family) -> None:
+        if family.ticket is not None:
+            self.families[family.ticket.ticket_id] = family
+
+    async def close_family(self, family: Family) -> None:
+        """No more sequences of this prompt will come."""
+        family.closed = True
+        await self.release_when_idle(family)
+
+    async def release_when_idle(self, family: Family) -> None:
+        if not family.idle or family.released:
+            return
+        try:
+            await family.release(self.controller)
+        except ControllerGone:
+            logger.warning("ticket %s could not be ended: the controller is away", family.ticket)
+        finally:
+            if family.ticket is not None:
+                self.families.pop(family.ticket.ticket_id, None)
+
+    def live_tickets(self) -> tuple[int, ...]:
+        return tuple(self.families)
+
+    def claims(self) -> tuple[Claim, ...]:
+        return tuple(claim for family in self.families.values() if (claim := family.claim()) is not None)
+
+    def obey(self, order: Order) -> None:
+        """The controller has seen what concerns one of our tickets."""
+        family = self.families.get(order.ticket_id)
+        if family is None or family.ticket is None or family.ticket.attempt != order.attempt:
+            return
+        if order.kind == "cancelled":
+            family.tell(Broken(f"the controller gave this request up: {order.reason}", 503))
+        elif order.role is Role.PREFILL:
+            family.tell(PrefillLost(order.reason))
+        else:
+            for run in list(family.members.values()):
+                run.decode_lost(order.replica_id, order.reason)
+
+    def run_ended(self, run: Run, fault: Fault | None) -> None:
+        self.runs.pop(run.request_id, None)
+        if fault is not None:
+            self.on_fault(run.request_id, fault)
+
+    # -- the rest of vLLM's surface
+
+    async def get_supported_tasks_async(self) -> tuple[Any, ...]:
+        if self._supported_tasks is None:
+            results = await self.decode.utility("get_supported_tasks", [])
+            self._supported_tasks = tuple(results[0])
+        return self._supported_tasks
+
+    async def _everywhere(self, method: str, *args: Any) -> list[Any]:
+        return await self.decode.utility(method, list(args))
+
+    async def reset_prefix_cache_async(self, reset_running: bool = False, reset_connector: bool = False) -> bool:
+        return all(await self._everywhere("reset_prefix_cache", reset_running, reset_connector))
+
+    async def reset_mm_cache_async(self) -> None:
+        await self._everywhere("reset_mm_cache")
+
+    async def reset_encoder_cache_async(self) -> None:
+        await self._everywhere("reset_encoder_cache")
+
+    async def add_lora_async(self, lora_request: Any) -> bool:
+        return all(await self._everywhere("add_lora", lora_request))
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        return all(await self._everywhere("remove_lora", lora_id))
+
+    async def list_loras_async(self) -> set[int]:
+        return set[int]().union(*await self._everywhere("list_loras"))
+
+    async def pin_lora_async(self, lora_id: int) -> bool:
+        return all(await self._everywhere("pin_lora", lora_id))
+
+    async def is_sleeping_async(self) -> bool:
+        return any(await self._everywhere("is_sleeping"))
+
+    async def is_scheduler_paused_async(self) -> bool:
+        return any(await self._everywhere("is_scheduler_paused"))
+
+    async def get_weight_version_async(self) -> str:
+        return str((await self._everywhere("get_weight_version"))[0])
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        return {}
+
+    def dp_engines_running(self) -> bool:
+        return bool(self.runs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_async"):
+            raise NotImplementedError(f"{name.removesuffix('_async')} is not offered by a service of many engines")
+        raise AttributeError(name)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.resources.engine_dead = True
+        for run in list(self.runs.values()):
+            run.tell(Cancelled())
+        for link in list(self.links.values()):
+            link.close("the frontend is shutting down")
+
+    async def drained(self, timeout_s: float) -> None:
+        """Waits until every request has given back what it held."""
+        until = time.monotonic() + timeout_s
+        while (self.runs or self.families) and time.monotonic() < until:
+            await asyncio.sleep(0.05)

@@ -1,0 +1,344 @@
+"""One request on its way: performs the story's actions and gives everything back in one `finally`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from actors.nouns import HandOver, Outcome, ReplicaId, Ticket, Verdict
+from app import forms, story
+from app.context import Caller
+from app.errors import to_exception
+from app.family import Family
+from app.links import Link
+from app.ports import ControllerGone, ReplicaGone
+from app.story import (
+    Action,
+    Admit,
+    AwaitHandOver,
+    Broken,
+    Carried,
+    DecodeLost,
+    End,
+    Event,
+    Fault,
+    Finished,
+    Follow,
+    HandedOver,
+    NoHandOver,
+    Phase,
+    Prefill,
+    Prefilled,
+    PrefillLost,
+    Recovery,
+    ReportLost,
+    Submit,
+    Submitted,
+)
+
+if TYPE_CHECKING:
+    from app.core_client import FerryCoreClient
+
+logger = logging.getLogger("pageferry.frontend")
+
+CONTROL_S = 10.0  # a call that only passes something on (submit, abort) takes milliseconds; this is the time-out
+
+
+class Run:
+    def __init__(self, client: FerryCoreClient, request: EngineCoreRequest, family: Family, caller: Caller) -> None:
+        self.client = client
+        self.request = request
+        self.request_id = request.request_id
+        self.family = family
+        self.caller = caller
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.tokens: list[int] = []  # passed on, in order
+        self._story, self._first = story.begin(forms.recovery_of(request))
+        self._inbox: deque[Event] = deque()
+        self._wake: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._link: Link | None = None
+        self._engine_id = ""
+        self._submissions = 0
+        self._to_swallow = 0  # tokens of a replay that are out already
+        self._silent = True  # the current submission has sent nothing yet
+        self._cached_tokens: int | None = None  # of the prompt, found in prefill's prefix cache
+        self._engine_finished = False
+        self._hand_over: asyncio.Future[HandOver | Verdict] | None = None
+        self._deadline = 0.0
+        self._started = time.monotonic()
+
+    # -- from outside
+
+    @property
+    def decoding(self) -> bool:
+        return self._story.phase in (Phase.SUBMIT, Phase.STREAM)
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._main())
+
+    def tell(self, event: Event) -> None:
+        self._inbox.append(event)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def decode_lost(self, replica_id: ReplicaId, reason: str) -> None:
+        self.tell(DecodeLost(replica_id, reason, len(self.tokens)))
+
+    def accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Called by the link for every output of the current submission."""
+        first = not self.tokens
+        if self._silent and output.new_token_ids:
+            self._silent = False
+            self.family.carried(self._attempt, self.request_id)
+        if self._to_swallow and (output.new_token_ids or output.finish_reason is not None):
+            replayed = self._swallow(output)
+            if replayed is None:
+                return None
+            output = replayed
+        if not first:
+            output.events = output.prefill_stats = None  # the prompt was queued and computed once, for the client
+        elif output.new_token_ids:
+            self.client.observe("first_token", time.monotonic() - self._started, {})
+        if (stats := output.prefill_stats) is not None and self._cached_tokens is not None:
+            # What a single engine would report: the prompt's tokens that were in the cache where it was computed.
+            stats.set(stats.num_prompt_tokens, min(self._cached_tokens, stats.num_prompt_tokens), 0)
+        self.tokens.extend(output.new_token_ids)
+        output.request_id = self.request_id
+        output.kv_transfer_params = None
+        if output.finish_reason is not None:
+            self._engine_finished = True
+            failed = output.finish_reason is FinishReason.ERROR
+            aborted = output.finish_reason is FinishReason.ABORT
+            self.tell(Finished(Outcome.FAILED if failed else Outcome.CANCELLED if aborted else Outcome.DONE))
+        return output
+
+    def _swallow(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        new = output.new_token_ids
+        done = len(self.tokens) - self._to_swallow
+        overlap = min(len(new), self._to_swallow)
+        same = self.tokens[done : done + overlap] == list(new[:overlap])
+        self._to_swallow -= overlap
+        if not same or (self._to_swallow and output.finish_reason is not None):
+            self._unregister()
+            self.tell(Broken("the decode replica of this request is gone and another one did not reproduce its tokens"))
+            return None
+        if overlap == len(new) and output.finish_reason is None:
+            return None
+        output.new_token_ids = new[overlap:]
+        if output.new_logprobs is not None:
+            output.new_logprobs = output.new_logprobs.slice_request(overlap, len(new) - overlap)
+        output.new_prompt_logprobs_tensors = None
+        return output
+
+    # -- the loop
+
+    async def _main(self) -> None:
+        end = End(Outcome.FAILED, Fault(500, "internal error"))
+        try:
+            end = await self._tell_story()
+        except Exception as error:
+            logger.exception("request %s", self.request_id)
+            end = End(Outcome.FAILED, Fault(500, f"{type(error).__name__}: {error}"))
+        except asyncio.CancelledError:
+            end = End(Outcome.CANCELLED)
+        finally:
+            await self._give_back(end)
+
+    async def _tell_story(self) -> End:
+        action = self._first
+        while not isinstance(action, End):
+            if not isinstance(action, Admit) and not self.admitted.done():
+                self.admitted.set_result(None)
+            action = await self._next(action)
+        return action
+
+    async def _next(self, action: Action) -> Action:
+        """Performs `action`; the next one is whatever the story says to what came first, its result or the outside."""
+        operation = asyncio.ensure_future(self._perform(action))
+        try:
+            while True:
+                while self._inbox:
+                    self._story, following = story.step(self._story, self._inbox.popleft())
+                    if following is not None:
+                        return following
+                if operation.done():
+                    event = operation.result()
+                    self._story, following = story.step(self._story, event)
+                    if following is None:
+                        raise RuntimeError(f"{event} does not belong into phase {self._story.phase}")
+                    return following
+                self._wake = asyncio.get_running_loop().create_future()
+                await asyncio.wait((operation, self._wake), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._wake = None
+            if not operation.done():
+                operation.cancel()
+                await asyncio.gather(operation, return_exceptions=True)
+
+    # -- actions
+
+    @property
+    def _attempt(self) -> int:
+        return self._story.ticket.attempt if self._story.ticket is not None else 0
+
+    async def _perform(self, action: Action) -> Event:
+        match action:
+            case Admit():
+                return await self._admit()
+            case Prefill():
+                return await self._prefill(action.ticket)
+            case AwaitHandOver():
+                return await self._await_hand_over(action.ticket)
+            case Follow():
+                await self.family.follow(action.ticket.attempt)
+                return Carried()
+            case Submit():
+                return await self._submit(action)
+            case ReportLost():
+                return await self._lost(action)
+            case _:
+                await asyncio.get_running_loop().create_future()  # streaming: the outside will tell
+                raise AssertionError("unreachable")
+
+    async def _admit(self) -> Event:
+        started = time.monotonic()
+        request = self.client.admit_request(self.request, self.family.num_sequences)
+        try:
+            answer = await self.family.admit(self, request, self.client.controller)
+        except ControllerGone as error:
+            return Broken(str(error), 503)
+        self.client.hold(self.family)
+        self.client.observe("admit", time.monotonic() - started, {})
+        return answer
+
+    async def _lost(self, report: ReportLost) -> Event:
+        self._unregister()
+        self._drop_hand_over()
+        self.client.observe("lost", 1, {"role": str(report.role)})
+        try:
+            return await self.family.lost(self, report, self.client.controller)
+        except ControllerGone as error:
+            return Broken(str(error), 503)
+
+    def _now(self) -> EngineCoreRequest:
+        """The request as it has to be computed from here on."""
+        if self.tokens and self._story.recovery is Recovery.RESUME:
+            return forms.resumed(self.request, self.tokens)
+        return self.request
+
+    async def _prefill(self, ticket: Ticket) -> Event:
+        assert ticket.prefill is not None
+        started = time.monotonic()
+        self._deadline = started + ticket.deadline_s
+        self._cached_tokens = None
+        # Asked for now, so that the answer is on its way the moment the last page is sealed.
+        self._hand_over = asyncio.ensure_future(
+            self.client.controller.hand_over(ticket.ticket_id, ticket.attempt, ticket.deadline_s)
+        )
+        frames = encode(forms.for_prefill(self._now()))
+        try:
+            done = await asyncio.wait_for(
+                self.client.prefill.prefill(ticket.prefill, ticket, frames), ticket.deadline_s
+            )
+        except TimeoutError:
+            return PrefillLost(f"no answer within transfer.hand_over_s {ticket.deadline_s:g}")
+        except Exception as error:
+            return PrefillLost(f"{type(error).__name__}: {error}".splitlines()[0])
+        if not self.tokens:
+            self._cached_tokens = done.num_cached_tokens
+        self.client.observe("prefill", time.monotonic() - started, {})
+        return Prefilled()
+
+    async def _await_hand_over(self, ticket: Ticket) -> Event:
+        assert self._hand_over is not None
+        started = time.monotonic()
+        rest = max(0.1, self._deadline - started)
+        waiting, self._hand_over = self._hand_over, None
+        try:
+            answer = await asyncio.wait_for(waiting, rest)
+        except TimeoutError:
+            answer = Verdict.MISSING
+        self.client.observe("hand_over", time.monotonic() - started, {})
+        return HandedOver(answer) if isinstance(answer, HandOver) else NoHandOver(answer)
+
+    def _drop_hand_over(self) -> None:
+        if self._hand_over is not None:
+            self._hand_over.cancel()
+            self._hand_over = None
+
+    async def _submit(self, action: Submit) -> Event:
+        started = time.monotonic()
+        ticket, replica = action.ticket, action.ticket.decode
+        if action.hand_over is None:
+            self._cached_tokens = None
+        self._unregister()
+        self._silent = True
+        self._submissions += 1
+        self._engine_id = self.request_id if self._submissions == 1 else f"{self.request_id}~{self._submissions}"
+        self._to_swallow = len(self.tokens) if self._story.recovery is Recovery.REPLAY else 0
+        self._link = self.client.link(replica)
+        self._link.register(self._engine_id, self)
+        frames = encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
+        # Cancelled half-way it may or may not have reached decode; it is let through, and the abort comes after it.
+        call = asyncio.ensure_future(self.client.decode.submit(replica, frames, ticket, action.hand_over))
+        try:
+            await asyncio.shield(asyncio.wait_for(call, CONTROL_S))
+        except asyncio.CancelledError:
+            await asyncio.wait((call,), timeout=CONTROL_S)
+            raise
+        except (ReplicaGone, TimeoutError) as error:
+            return DecodeLost(replica, str(error) or f"no answer within {CONTROL_S:g} s", len(self.tokens))
+        except Exception as error:
+            logger.warning("decode %s refused request %s: %r", replica, self.request_id, error)
+            return DecodeLost(replica, f"refused: {error}".splitlines()[0], len(self.tokens))
+        self.client.observe("submit", time.monotonic() - started, {})
+        return Submitted()
+
+    # -- giving back
+
+    def _unregister(self) -> None:
+        if self._link is not None:
+            self._link.forget(self._engine_id)
+            self._link = None
+
+    async def _give_back(self, end: End) -> None:
+        self._drop_hand_over()
+        engine_id, ticket = self._engine_id, self._story.ticket
+        self._unregister()
+        self._report(end)
+        try:
+            if engine_id and not self._engine_finished and ticket is not None:
+                await asyncio.wait_for(self.client.decode.abort(ticket.decode, [engine_id]), CONTROL_S)
+        except (ReplicaGone, TimeoutError):
+            pass  # a replica that is gone has aborted everything; a silent one is fenced by the controller
+        except Exception:
+            logger.exception("aborting %s on %s", engine_id, ticket and ticket.decode)
+        finally:
+            self.family.leave(self, end.outcome)
+            await self.client.release_when_idle(self.family)
+
+    def _report(self, end: End) -> None:
+        """Tells the client side, before anything is given back: who waits learns it at once."""
+        fault = end.fault
+        if fault is not None:
+            self.caller.fault = fault
+        if not self.admitted.done():
+            if fault is not None:
+                self.admitted.set_exception(to_exception(fault))
+                fault = None
+            else:
+                self.admitted.set_result(None)
+        self.client.observe("ended", len(self.tokens), {"outcome": str(end.outcome)})
+        self.client.run_ended(self, fault)
+
+
+def encode(request: EngineCoreRequest) -> list[bytes]:
+    return [bytes(frame) for frame in MsgpackEncoder().encode(request)]
