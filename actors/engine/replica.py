@@ -1,458 +1,96 @@
-"""PrefillReplica and DecodeReplica: Serve deployments round one vLLM engine each.
-
-A replica holds vLLM's own engine core client and relays: requests in, `EngineCoreOutputs` out, one message a step and
-frontend. It decides nothing about tickets; it turns them into orders for its engine, and tells the controller what
-happened.
-"""
+"""PrefillReplica and DecodeReplica: what Ray Serve runs. They find their actors and put an engine host between them."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import os
-import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray import serve
 
-from actors.controller.shell import ACTOR_NAME as CONTROLLER_NAME
-from actors.controller.shell import get_or_create as get_controller
-from actors.engine.config import engine_kwargs, fingerprint, pool_of, set_environment
-from actors.engine.orders import OpenOrder, SealOrder, to_params
-from actors.nouns import (
-    Announcement,
-    HandOver,
-    Heartbeat,
-    HeartbeatReply,
-    Lease,
-    Occupancy,
-    PrefillDone,
-    ReplicaEvent,
-    Role,
-    Ticket,
-    Verdict,
-)
+from actors.controller.shell import ACTOR_NAME, get_or_create
+from actors.engine.config import set_environment
+from actors.engine.host import DecodeHost, PrefillHost
+from actors.nouns import Announcement, HandOver, PrefillDone, Role, Ticket
 from actors.transfer import shell as transfer_shell
 from cluster.spec import ClusterSpec
-from kernels.layout import PageLayout
-
-logger = logging.getLogger("pageferry.replica")
-
-HEARTBEAT_EVERY_S = 0.5
-UTILITY_TIMEOUT_S = 1.0
 
 
-class ReplicaError(RuntimeError):
-    """A replica could not do what a ticket asked of it; the frontend goes elsewhere."""
+async def _wiring(spec: ClusterSpec, role: Role) -> dict[str, Any]:
+    set_environment(spec, role)  # before anything imports vLLM
+    node_id = ray.get_runtime_context().get_node_id()
+    transfer = transfer_shell.get_or_create(node_id, spec.transfer.staging_bytes_max, spec.transfer.lease_s, ACTOR_NAME)
+    place = await transfer.start.remote()
+    return {
+        "replica_id": serve.get_replica_context().replica_id.unique_id,
+        "node_id": node_id,
+        "transfer": transfer,
+        "socket_path": place["socket"],
+        "get_controller": lambda: get_or_create(spec),
+    }
 
 
-class PrefillRefused(ReplicaError):
-    """No staging room in time, or the engine gave the prompt up."""
+class PrefillReplica:
+    """Serve deployment `Prefill`: computes prompts and seals their pages."""
 
-
-@dataclass(slots=True)
-class _Live:
-    """A request in this replica's engine."""
-
-    ticket: Ticket
-    frontend_id: str
-    aborted: bool = False
-    in_engine: bool = False
-    started: bool = False
-    done: asyncio.Future[Any] | None = None  # prefill waits for this
-
-
-@dataclass(slots=True)
-class _Totals:
-    tokens_generated: int = 0
-    requests: int = 0
-    began_ns: int = field(default_factory=time.monotonic_ns)
-
-
-class _Replica:
-    role: Role
-
-    def __init__(self, spec_tree: dict[str, Any]) -> None:
-        self.spec = ClusterSpec.parse(spec_tree)
-        self.pool = pool_of(self.spec, self.role)
-        set_environment(self.spec, self.role)
-        self.replica_id: str = serve.get_replica_context().replica_id.unique_id
-        self.node_id: str = ray.get_runtime_context().get_node_id()
-        self.incarnation = time.time_ns()
-        transfer = self.spec.transfer
-        self.transfer = transfer_shell.get_or_create(
-            self.node_id, transfer.staging_bytes_max, transfer.lease_s, CONTROLLER_NAME
-        )
-        place = ray.get(self.transfer.start.remote())
-        self._live: dict[str, _Live] = {}
-        self._streams: dict[str, asyncio.Queue[list[bytes] | None]] = {}
-        self._events: list[ReplicaEvent] = []
-        self._totals = _Totals()
-        self._last_stats: Any = None
-        self._failure: str = ""
-        self._tasks: list[asyncio.Task[None]] = []
-        self._start_engine(place["socket"])
-
-    def _start_engine(self, socket_path: str) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine import EngineCoreRequest
-        from vllm.v1.engine.core_client import EngineCoreClient
-        from vllm.v1.executor import Executor
-        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-        began = time.monotonic()
-        args = AsyncEngineArgs(**engine_kwargs(self.spec, self.role, self.replica_id, socket_path))
-        self.config = args.create_engine_config()
-        self.core = EngineCoreClient.make_async_mp_client(self.config, Executor.get_class(self.config), log_stats=True)
-        self._decoder = MsgpackDecoder(EngineCoreRequest)
-        self._encoder = MsgpackEncoder()
-        self.engines = [f"{self.replica_id}#{rank}" for rank in range(self.config.parallel_config.world_size)]
-        logger.info("%s engine of %s is up after %.1f s", self.role, self.replica_id, time.monotonic() - began)
-
-    async def _start(self) -> None:
-        """Describes the engine, joins the cluster and starts the background loops. Once."""
-        if self._tasks:
-            return
-        self._tasks = [asyncio.create_task(self._pump())]
-        self.description = (await self.core.collective_rpc_async("pageferry_describe"))[0]
-        self.layout = PageLayout.from_dict(self.description["layout"])
-        self.fingerprint = fingerprint(self.config, self.spec.model.tokenizer or self.spec.model.path)
-        self.controller = get_controller(self.spec)
-        self._stats = await self.core.call_utility_async("pageferry_scheduler")
-        await self.controller.join.remote(self.announcement())
-        self._tasks.append(asyncio.create_task(self._heartbeat_loop()))
-
-    async def check_health(self) -> None:
-        """Called by Serve; raising makes it replace the replica."""
-        if self._failure:
-            raise ReplicaError(self._failure)
-        await self._start()
-
-    def announcement(self) -> Announcement:
-        cache = self.config.cache_config
-        return Announcement(
-            replica_id=self.replica_id,
-            role=self.role,
-            node_id=self.node_id,
-            incarnation=self.incarnation,
-            fingerprint=self.fingerprint,
-            layout=self.layout.to_dict(),
-            block_tokens=cache.block_size,
-            blocks_total=int(self._stats["blocks_total"]),
-            max_model_len=self.config.model_config.max_model_len,
-            engine={
-                "kv_cache_bytes": self.description["kv_cache_bytes"],
-                "weights_bytes": self.description["weights_bytes"],
-                "worker_pid": self.description["pid"],
-                "replica_pid": os.getpid(),
-                "weights": self.pool.weights or self.spec.model.path,
-                "kv_dtype": self.pool.kv_dtype,
-                "max_num_seqs": self.pool.max_num_seqs,
-            },
-            tickets=tuple({live.ticket.ticket_id for live in self._live.values()}),
-        )
-
-    async def describe(self) -> Announcement:
-        await self._start()
-        return self.announcement()
-
-    async def utility(self, method: str, args: list[Any]) -> Any:
-        """A utility method of vLLM's engine core, for the frontends' admin routes."""
-        return await self.core.call_utility_async(method, *args)
-
-    async def audit(self) -> dict[str, Any]:
-        """What the scheduler half and the worker half say of themselves now."""
-        scheduler = await self.core.call_utility_async("pageferry_scheduler")
-        workers = await self.core.collective_rpc_async("pageferry_worker")
-        return {"replica_id": self.replica_id, "role": str(self.role), "scheduler": scheduler, "workers": workers}
-
-    # -- engine output
-
-    async def _pump(self) -> None:
-        try:
-            while True:
-                self._on_outputs(await self.core.get_output_async())
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self._failure = f"the engine of {self.replica_id} is gone: {error}"
-            logger.exception("%s", self._failure)
-            for live in self._live.values():
-                if live.done is not None and not live.done.done():
-                    live.done.set_exception(ReplicaError(self._failure))
-            for queue in self._streams.values():
-                queue.put_nowait(None)
-
-    def _on_outputs(self, outputs: Any) -> None:
-        raise NotImplementedError
-
-    # -- controller
-
-    def _event(self, kind: str, live: _Live | None = None, request_id: str = "", **more: Any) -> None:
-        ticket_id = live.ticket.ticket_id if live else 0
-        self._events.append(ReplicaEvent(kind=kind, ticket_id=ticket_id, request_id=request_id, **more))
-
-    async def _heartbeat_loop(self) -> None:
-        fence_after_s = self.spec.admission.fence_after_s
-        pending: asyncio.Task[Any] | None = None
-        asked = answered = time.monotonic()
-        while True:
-            await asyncio.sleep(HEARTBEAT_EVERY_S)
-            # The engine answers between steps; a long step keeps the last answer, a hung one stops the heartbeat.
-            if pending is None:
-                asked = time.monotonic()
-                pending = asyncio.create_task(self.core.call_utility_async("pageferry_scheduler"))
-            done, _ = await asyncio.wait([pending], timeout=UTILITY_TIMEOUT_S)
-            if done:
-                if pending.exception() is not None:
-                    return  # the pump has said why
-                self._stats, answered, pending = pending.result(), time.monotonic(), None
-            elif time.monotonic() - max(asked, answered) > fence_after_s:
-                logger.error("the engine of %s has not answered for %.0f s", self.replica_id, fence_after_s)
-                continue
-            await self._beat()
-
-    async def _beat(self) -> None:
-        events, self._events = self._events, []
-        heartbeat = Heartbeat(
-            replica_id=self.replica_id,
-            incarnation=self.incarnation,
-            occupancy=self.occupancy(),
-            events=tuple(events),
-            counters={name: float(value) for name, value in self._stats["counters"].items()},
-        )
-        try:
-            reply: HeartbeatReply = await self.controller.heartbeat.remote(heartbeat)
-            if not reply.known:
-                await self.controller.join.remote(self.announcement())
-            if reply.cancel:
-                gone = set(reply.cancel)
-                await self._abort([r for r, live in self._live.items() if live.ticket.ticket_id in gone])
-        except ray.exceptions.RayError as error:
-            self._events = events + self._events
-            logger.warning("controller is not there: %s", error)
-            with contextlib.suppress(Exception):
-                self.controller = get_controller(self.spec)
-
-    def occupancy(self) -> Occupancy:
-        stats = self._stats
-        elapsed_s = max(1e-9, (time.monotonic_ns() - self._totals.began_ns) / 1e9)
-        rate = self._totals.tokens_generated / elapsed_s
-        if elapsed_s > 10:
-            self._totals = _Totals(requests=self._totals.requests)
-        return Occupancy(
-            blocks_total=stats["blocks_total"],
-            blocks_free=stats["blocks_free"],
-            blocks_held=stats["blocks_held"],
-            blocks_quarantined=stats["blocks_quarantined"],
-            running=stats["running"],
-            waiting=stats["waiting"],
-            waiting_prompt_tokens=sum(
-                live.ticket.num_prompt_tokens for live in self._live.values() if not live.started
-            ),
-            tokens_per_s=rate,
-        )
-
-    async def _abort(self, request_ids: list[str]) -> None:
-        in_engine = []
-        for request_id in request_ids:
-            live = self._live.get(request_id)
-            if live is None:
-                continue
-            live.aborted = True
-            if live.in_engine:
-                in_engine.append(request_id)
-                self._live.pop(request_id, None)
-                self._event("released", live, request_id)
-                if live.done is not None and not live.done.done():
-                    live.done.cancel()
-        if in_engine:
-            await self.core.abort_requests_async(in_engine)
-
-    def _decode_request(self, frames: list[bytes]) -> Any:
-        return self._decoder.decode(frames)
-
-    def __del__(self) -> None:
-        core = getattr(self, "core", None)
-        if core is not None:
-            core.shutdown()
-
-
-class PrefillReplica(_Replica):
-    role = Role.PREFILL
+    async def __init__(self, spec_tree: dict[str, Any]) -> None:
+        spec = ClusterSpec.parse(spec_tree)
+        self.host = PrefillHost(spec, **await _wiring(spec, Role.PREFILL))
+        await self.host.start()
 
     async def prefill(self, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
-        """Computes the ticket's prompt and seals its pages into staging. Cancelling the call aborts both."""
-        await self._start()
-        began = time.monotonic()
-        request = self._decode_request(frames)
-        num_tokens = len(request.prompt_token_ids)
-        wire = PageLayout.from_dict(ticket.wire_layout)
-        num_bytes = len(self.engines) * -(-num_tokens // wire.page_tokens) * wire.page_bytes
-        lease: Lease | None = await self.transfer.lease.remote(
-            ticket.ticket_id, ticket.attempt, num_bytes, self.engines, ticket.deadline_s / 2 or 5.0
-        )
-        if lease is None:
-            raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
-        order = SealOrder(
-            ticket_id=ticket.ticket_id,
-            attempt=ticket.attempt,
-            num_tokens=num_tokens,
-            wire_layout=ticket.wire_layout,
-            lease=lease,
-        )
-        request.request_id = f"{ticket.request_id}.{ticket.attempt}"
-        request.sampling_params = _prefill_params(to_params(order))
-        live = _Live(ticket, ticket.frontend_id, done=asyncio.get_running_loop().create_future())
-        self._live[request.request_id] = live
-        assert live.done is not None
-        try:
-            await self.core.add_request_async(request)
-            live.in_engine = True
-            self._event("prefill_started", live, ticket.request_id)
-            output = await live.done
-        except asyncio.CancelledError:
-            if live.in_engine:
-                await asyncio.shield(self._abort([request.request_id]))
-                # The worker half reports WriterDone once the engine has let go; then the bytes are given back.
-                await asyncio.shield(self.transfer.release.remote([(ticket.ticket_id, ticket.attempt)]))
-            else:
-                await asyncio.shield(self.transfer.drop_writer.remote(ticket.ticket_id, ticket.attempt, self.engines))
-            raise
-        finally:
-            self._live.pop(request.request_id, None)
-            self._event("released", live, ticket.request_id)
-        if str(output.finish_reason) not in ("length", "stop"):
-            await self.transfer.release.remote([(ticket.ticket_id, ticket.attempt)])
-            raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
-        stats = output.prefill_stats
-        return PrefillDone(
-            ticket_id=ticket.ticket_id,
-            attempt=ticket.attempt,
-            num_tokens=num_tokens,
-            num_cached_tokens=stats.num_cached_tokens if stats else 0,
-            seconds=time.monotonic() - began,
-        )
+        return await self.host.prefill(ticket, frames)
 
     async def abort(self, ticket_ids: list[int]) -> None:
-        gone = set(ticket_ids)
-        await self._abort([r for r, live in self._live.items() if live.ticket.ticket_id in gone])
+        await self.host.abort(ticket_ids)
 
-    def _on_outputs(self, outputs: Any) -> None:
-        if outputs.scheduler_stats is not None:
-            self._last_stats = outputs.scheduler_stats
-        for output in outputs.outputs:
-            live = self._live.get(output.request_id)
-            if live is None or live.done is None:
-                continue
-            live.started = True
-            if output.finish_reason is not None and not live.done.done():
-                live.done.set_result(output)
+    async def describe(self) -> Announcement:
+        return await self.host.describe()
+
+    async def audit(self) -> dict[str, Any]:
+        return await self.host.audit()
+
+    async def utility(self, method: str, args: list[Any]) -> Any:
+        return await self.host.utility(method, args)
+
+    async def check_health(self) -> None:
+        await self.host.check_health()
+
+    def __del__(self) -> None:
+        if (host := getattr(self, "host", None)) is not None:
+            host.shutdown()
 
 
-class DecodeReplica(_Replica):
-    role = Role.DECODE
+class DecodeReplica:
+    """Serve deployment `Decode`: opens pages and decodes; samples every token, the first one too."""
+
+    async def __init__(self, spec_tree: dict[str, Any]) -> None:
+        spec = ClusterSpec.parse(spec_tree)
+        self.host = DecodeHost(spec, **await _wiring(spec, Role.DECODE))
+        await self.host.start()
 
     async def submit(self, frontend_id: str, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None) -> None:
-        """Adds a request to the engine; its tokens come out of `outputs(frontend_id)`."""
-        await self._start()
-        request = self._decode_request(frames)
-        live = _Live(ticket, frontend_id)
-        self._live[request.request_id] = live
-        try:
-            if hand_over is not None:
-                lease: Lease | Verdict = await self.transfer.begin_read.remote(hand_over, self.engines)
-                if isinstance(lease, Verdict):
-                    # The bytes are not to be had; decode computes the prompt itself.
-                    self._event("recomputed", live, ticket.request_id, detail=str(lease))
-                else:
-                    local = HandOver(
-                        ticket_id=hand_over.ticket_id,
-                        attempt=hand_over.attempt,
-                        seal=hand_over.seal,
-                        lease=lease,
-                        deadline_s=hand_over.deadline_s,
-                    )
-                    if live.aborted:
-                        await self.transfer.drop_reader.remote(ticket.ticket_id, ticket.attempt, self.engines)
-                    elif request.sampling_params is not None:
-                        extra = dict(request.sampling_params.extra_args or {})
-                        extra["kv_transfer_params"] = to_params(OpenOrder(hand_over=local))
-                        request.sampling_params.extra_args = extra
-            if live.aborted:
-                self._live.pop(request.request_id, None)
-                return
-            await self.core.add_request_async(request)
-            live.in_engine = True
-        except BaseException:
-            self._live.pop(request.request_id, None)
-            raise
-        if live.aborted:  # while the request was on its way into the engine
-            await self._abort([request.request_id])
+        await self.host.submit(frontend_id, frames, ticket, hand_over)
 
     async def abort(self, frontend_id: str, request_ids: list[str]) -> None:
-        await self._abort(request_ids)
+        await self.host.abort(frontend_id, request_ids)
 
     async def outputs(self, frontend_id: str) -> AsyncGenerator[list[bytes], None]:
-        """Every engine step's `EngineCoreOutputs` for this frontend, as MessagePack frames.
+        async for frames in self.host.outputs(frontend_id):
+            yield frames
 
-        When the stream is closed, whatever that frontend still has here is aborted.
-        """
-        await self._start()
-        queue: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
-        self._streams[frontend_id] = queue
-        try:
-            yield []  # the stream stands
-            while (frames := await queue.get()) is not None:
-                yield frames
-            raise ReplicaError(self._failure or f"{self.replica_id} has ended the stream")
-        finally:
-            if self._streams.get(frontend_id) is queue:
-                del self._streams[frontend_id]
-                await asyncio.shield(
-                    self._abort([r for r, live in self._live.items() if live.frontend_id == frontend_id])
-                )
+    async def describe(self) -> Announcement:
+        return await self.host.describe()
 
-    def _on_outputs(self, outputs: Any) -> None:
-        stats = outputs.scheduler_stats
-        if stats is not None:
-            self._last_stats = stats
-        mine: dict[str, list[Any]] = {}
-        for output in outputs.outputs:
-            live = self._live.get(output.request_id)
-            if live is None:
-                continue
-            mine.setdefault(live.frontend_id, []).append(output)
-            self._totals.tokens_generated += len(output.new_token_ids)
-            if not live.started and output.new_token_ids:
-                live.started = True
-                self._event("decode_started", live, live.ticket.request_id)
-            if output.finish_reason is not None:
-                del self._live[output.request_id]
-                self._event("released", live, live.ticket.request_id)
-        # Scheduler statistics hold deltas, so exactly one frontend may count them.
-        counted_by = min(self._streams, default=None)
-        for frontend_id, queue in self._streams.items():
-            share = mine.get(frontend_id, [])
-            with_stats = stats if frontend_id == counted_by else None
-            if share or with_stats is not None:
-                queue.put_nowait(self._encode(outputs, share, with_stats))
+    async def audit(self) -> dict[str, Any]:
+        return await self.host.audit()
 
-    def _encode(self, outputs: Any, share: list[Any], stats: Any) -> list[bytes]:
-        from vllm.v1.engine import EngineCoreOutputs
+    async def utility(self, method: str, args: list[Any]) -> Any:
+        return await self.host.utility(method, args)
 
-        part = EngineCoreOutputs(outputs=share, scheduler_stats=stats, timestamp=outputs.timestamp)
-        return [bytes(frame) for frame in self._encoder.encode(part)]
+    async def check_health(self) -> None:
+        await self.host.check_health()
 
-
-def _prefill_params(kv_transfer_params: dict[str, Any]) -> Any:
-    """Sampling parameters of the prefill side: its one token is thrown away, decode samples every token."""
-    from vllm.sampling_params import SamplingParams
-
-    return SamplingParams(
-        max_tokens=1, temperature=0.0, ignore_eos=True, extra_args={"kv_transfer_params": kv_transfer_params}
-    )
+    def __del__(self) -> None:
+        if (host := getattr(self, "host", None)) is not None:
+            host.shutdown()
