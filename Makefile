@@ -1,0 +1,50 @@
+# make setup | serve | test | check | gpu-check | clean
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+LOCK   := ops/setup/cpu-lock.txt
+STAMP  := $(VENV)/.pageferry-setup
+MODEL  := .models/smollm2-135m-instruct
+PORT   ?= 8000
+CONFIG ?= cluster/topologies/local-cpu.yaml
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: setup serve test check pytest gpu-check clean help
+
+help:
+	@sed -n 1p Makefile; echo "PORT=$(PORT) CONFIG=$(CONFIG)"
+
+setup: $(STAMP) $(MODEL)/model.safetensors
+
+$(STAMP): $(LOCK) pyproject.toml ops/setup/vllm_name.py
+	@echo "[setup 1/3] virtual environment in $(VENV)"
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed (PYTHON=$(PYTHON) was not found)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[setup 2/3] packages from $(LOCK) (about 4 GB on disk, one to two minutes)"
+	@$(PIP) install --quiet --no-deps -r $(LOCK)
+	@echo "[setup 3/3] pageferry itself"
+	@$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m ops.setup.vllm_name
+	@touch $@
+
+$(MODEL)/model.safetensors: | $(STAMP)
+	@$(BIN)/python -m ops.setup.demo_model $(MODEL)
+
+serve: setup
+	@$(BIN)/pageferry serve $(CONFIG) --port $(PORT)
+
+test: setup check pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy app actors kernels cluster ops
+
+pytest: setup
+	$(BIN)/python -m pytest
+
+gpu-check:
+	$(PYTHON) -m ops.kernels.gpu_check
+
+clean:
+	rm -rf $(VENV) .models build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
