@@ -173,6 +173,10 @@ def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor:
 
 def check_tags(page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     """(bad bool [R], first_bad int32 [R]); a page id outside page_tags is a mismatch."""
+    if block_table.device.type == "cpu":
+        for row, length in enumerate(num_pages.tolist()):
+            if not 0 <= length <= block_table.shape[1]:
+                raise ValueError(f"num_pages[{row}] is {length}, must be within 0..{block_table.shape[1]}")
     columns = torch.arange(block_table.shape[1], device=block_table.device)
     valid = columns[None, :] < num_pages[:, None]
     inside = (block_table >= 0) & (block_table < page_tags.shape[0])
