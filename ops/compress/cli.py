@@ -1,0 +1,174 @@
+"""`pageferry compress SRC DST`: a BF16 or block-scaled FP8 checkpoint to INT4, checked and judged."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ops.compress.families import PACKABLE, choose, family_of
+from ops.compress.plan import Action, Options, Plan, make_plan
+from ops.compress.progress import ProgressBar
+from ops.compress.quality import State, Verdict, judge, parse_bounds, read_verdict
+from ops.compress.run import MemoryExceeded, Resources, RunFigures, compress, default_threads
+from ops.compress.source import Checkpoint, open_checkpoint
+
+EXIT_FAILED, EXIT_USAGE, EXIT_UNMET, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="pageferry compress",
+        description="Turn a BF16 or block-scaled FP8 checkpoint into group-quantised INT4 (compressed-tensors) that "
+        "vLLM and transformers load as is. Run the same command again to go on after a kill.",
+        epilog="exit status: 0 done, and every --require bound holds; 1 failed; 2 wrong usage; 3 a bound does not "
+        "hold, or the result is unjudged and bounds were asked for; 130 interrupted",
+    )
+    top.add_argument("source", type=Path, metavar="SRC", help="checkpoint folder (config.json and safetensors)")
+    top.add_argument("destination", type=Path, metavar="DST", help="folder to make; appears only when whole")
+    form = top.add_argument_group("what is packed")
+    form.add_argument("--group-size", type=int, default=128, metavar="N", help="weights a scale (128)")
+    form.add_argument("--asymmetric", action="store_true", help="a zero point for each group")
+    form.add_argument(
+        "--clip", type=int, default=5, metavar="N", help="clipping ratios tried, 1.0 downwards by 0.05 (5)"
+    )
+    form.add_argument("--pack", action="append", default=[], metavar="KIND", help=f"also pack: {', '.join(PACKABLE)}")
+    form.add_argument("--keep", action="append", default=[], metavar="KIND", help="keep as it is; kinds as above")
+    form.add_argument("--keep-match", action="append", default=[], metavar="REGEX", help="keep modules by name")
+    form.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="check that groups fit this tensor parallelism (1)"
+    )
+    form.add_argument("--shard-gib", type=float, default=2.0, metavar="GIB", help="size of an output file (2)")
+    work = top.add_argument_group("how")
+    work.add_argument("--workers", type=int, default=0, metavar="N", help="processes (one a core)")
+    work.add_argument("--max-memory", type=float, default=4.0, metavar="GIB", help="of all processes together (4)")
+    work.add_argument("--restart", action="store_true", help="throw an unfinished run's work away")
+    work.add_argument("--dry-run", action="store_true", help="show what would be packed and stop")
+    work.add_argument("--json", action="store_true", help="print figures as one JSON object")
+    check = top.add_argument_group("is it right, is it good")
+    check.add_argument("--verify", action="store_true", help="re-read the result and compare it with the source")
+    check.add_argument("--evaluate", type=Path, metavar="TEXT", help="compare the pair's answers on this text")
+    check.add_argument("--require", action="append", default=[], metavar="BOUND=X",
+                       help="max_kl, max_flips, max_ppl, max_ppl_ratio: exit 3 unless judged and within")  # fmt: skip
+    return top
+
+
+def _options(args: argparse.Namespace) -> Options:
+    if args.clip < 1 or args.clip > 11:
+        raise ValueError(f"--clip {args.clip}: from 1 (no search) to 11 (down to 0.5)")
+    return Options(
+        group_size=args.group_size,
+        symmetric=not args.asymmetric,
+        clip_grid=tuple(round(1.0 - 0.05 * step, 2) for step in range(args.clip)),
+        shard_bytes=int(args.shard_gib * 2**30),
+        tensor_parallel=args.tp,
+    )
+
+
+def plan_table(checkpoint: Checkpoint, plan: Plan) -> str:
+    """What would become of each kind of module."""
+    rows: dict[str, list[int]] = {}
+    for task in plan.tasks:
+        row = rows.setdefault(task.kind, [0, 0, 0, 0])
+        row[0] += 1
+        row[1] += task.action is Action.PACK
+        row[2] += task.bytes_in
+        row[3] += task.bytes_out
+    family = family_of(checkpoint.model_type)
+    lines = [f"{checkpoint.model_type}: family {family.name} ({family.reason})",
+             f"{'kind':<18}{'tensors':>9}{'packed':>9}{'GiB before':>12}{'GiB after':>12}"]  # fmt: skip
+    for kind, row in sorted(rows.items(), key=lambda item: -item[1][2]):
+        lines.append(f"{kind:<18}{row[0]:>9}{row[1]:>9}{row[2] / 2**30:>12.3f}{row[3] / 2**30:>12.3f}")
+    total = f"{plan.bytes_in / 2**30:>12.3f}{plan.bytes_out / 2**30:>12.3f}"
+    return "\n".join([*lines, f"{'all':<18}{'':>18}{total}  in {len(plan.shards)} files"])
+
+
+def _made_from(destination: Path, checkpoint: Checkpoint) -> None:
+    report = destination / "report.json"
+    if not report.exists():
+        raise ValueError(f"{destination} exists and was not made by this command; name another destination")
+    if json.loads(report.read_text())["source"]["fingerprint"] != checkpoint.fingerprint:
+        raise ValueError(f"{destination} was made from another checkpoint than {checkpoint.path} is now")
+
+
+def _compress(args: argparse.Namespace, checkpoint: Checkpoint, plan: Plan) -> RunFigures:
+    workers = args.workers or default_threads(1)
+    resources = Resources(workers, int(args.max_memory * 2**30), default_threads(workers))
+    with ProgressBar(plan.bytes_in) as bar:
+        return compress(checkpoint, plan, args.destination, resources, args.restart, bar.advance)
+
+
+def _run_line(figures: RunFigures) -> str:
+    resumed = f", went on after {figures.resumed_files} files" if figures.resumed_files else ""
+    return (
+        f"{figures.bytes_in / 1e6:.0f} MB in {figures.seconds:.1f} s, {figures.mb_per_s:.0f} MB/s, "
+        f"{figures.workers} processes, peak {figures.peak_bytes >> 20} of {figures.max_memory_bytes >> 20} MiB{resumed}"
+    )
+
+
+def _verified(
+    args: argparse.Namespace, checkpoint: Checkpoint, plan: Plan, out: dict[str, Any], say: Callable[[str], None]
+) -> bool:
+    from ops.compress.verify import verify  # torch: the compressing parent does without
+
+    with ProgressBar(plan.bytes_in) as bar:
+        result = verify(checkpoint, plan, args.destination, args.workers or default_threads(1), bar.advance)
+    out["verify"] = asdict(result)
+    for problem in result.problems[:20]:
+        say(f"verify: {problem}")
+    state = f"{len(result.problems)} problems" if result.problems else "all as planned"
+    say(f"verify: {result.tensors} tensors, {result.packed} of them INT4, decoded by {result.decoder}: {state}")
+    return not result.problems
+
+
+def _run(args: argparse.Namespace) -> int:
+    bounds = parse_bounds(args.require)
+    checkpoint = open_checkpoint(args.source)
+    choice = choose(family_of(checkpoint.model_type), args.pack, args.keep, args.keep_match)
+    plan = make_plan(checkpoint, choice, _options(args))
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if args.json else sys.stdout)
+
+    say(plan_table(checkpoint, plan))
+    if args.dry_run:
+        return 0
+    out: dict[str, Any] = {"destination": str(args.destination)}
+    if args.destination.exists():
+        _made_from(args.destination, checkpoint)
+        say(f"{args.destination} is there already")
+    else:
+        figures = _compress(args, checkpoint, plan)
+        out["run"] = {**asdict(figures), "mb_per_s": figures.mb_per_s}
+        say(_run_line(figures))
+    if args.verify and not _verified(args, checkpoint, plan, out, say):
+        return EXIT_FAILED
+    verdict = judge(read_verdict(args.destination), bounds)
+    out["verdict"] = {"state": verdict.state.value, "reason": verdict.reason, "unmet": verdict.unmet}
+    say(f"quality: {verdict.state.value}: {verdict.reason}")
+    if args.json:
+        print(json.dumps(out))
+    return _status(verdict, bounds)
+
+
+def _status(verdict: Verdict, bounds: dict[str, float]) -> int:
+    return EXIT_UNMET if bounds and verdict.state is not State.ACCEPTED else 0
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"pageferry compress: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except (MemoryExceeded, RuntimeError, OSError) as error:
+        print(f"pageferry compress: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("pageferry compress: interrupted; the same command goes on from here", file=sys.stderr)
+        return EXIT_INTERRUPTED
