@@ -1,0 +1,260 @@
+"""How many replicas each pool should have. Pure: inputs and effects are values, and the reason is part of the effect.
+
+Decode is scaled by KV occupancy: blocks that running requests will have taken at their expected ends, plus what waits
+in the queue, against the blocks of all replicas that are there or on their way. Prefill is scaled by prompt tokens not
+computed yet. Between `target_low` and `target_high` nothing happens; outside, the pool goes to the middle of the band.
+Going up needs `up_hold_s` of pressure, going down `down_hold_s` without any. A replica is cold for `warm_up_s` after
+it joined: its samples do not count, its coming capacity does, so that nobody orders the same capacity twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from actors.controller.admission import WaitingRoom
+from actors.controller.events import Scaled
+from actors.controller.forecast import SECOND, Forecast, blocks_for
+from actors.controller.registry import Registry, Replica
+from actors.nouns import Role, ScaleDecision
+from cluster.spec import ClusterSpec, PoolSpec, ScalingSpec
+
+EVERY_NS = SECOND // 2
+RETRY_NS = 5 * SECOND  # after the platform refused
+REMEMBERED = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One pool at one moment, in its own unit: blocks (decode) or prompt tokens (prefill)."""
+
+    demand: float  # what is or will be needed
+    queued: float  # part of `demand` that has no place yet
+    per_replica: float  # what one replica gives
+    unit: str
+    idle: bool  # nobody runs, nobody waits
+    cold: int = 0  # replicas there, not warm yet
+    stale: int = 0
+
+
+@dataclass(slots=True)
+class _Track:
+    """A pool's recent pressures and since when it has been outside its band."""
+
+    samples: deque[tuple[int, float, bool]] = field(default_factory=deque)  # (when, demand in replicas, idle)
+    above_since_ns: int = 0
+    held_until_ns: int = 0
+    reason: str = "nothing decided yet"
+
+    def add(self, now_ns: int, replicas: float, idle: bool, keep_ns: int) -> None:
+        self.samples.append((now_ns, replicas, idle))
+        while self.samples and self.samples[0][0] < now_ns - keep_ns:
+            self.samples.popleft()
+
+    def mean(self, now_ns: int, over_ns: int) -> float:
+        recent = [need for when, need, _ in self.samples if when >= now_ns - over_ns]
+        return sum(recent) / len(recent)
+
+    def worst(self) -> float:
+        return max(need for _, need, _ in self.samples)
+
+    def covers(self, now_ns: int, over_ns: int) -> bool:
+        return bool(self.samples) and self.samples[0][0] <= now_ns - over_ns + EVERY_NS
+
+    def was_idle(self) -> bool:
+        return all(idle for _, _, idle in self.samples)
+
+
+class Autoscaler:
+    def __init__(self, spec: ClusterSpec, now_ns: int) -> None:
+        self._spec = spec
+        self._scaling: ScalingSpec = spec.scaling
+        self.targets: dict[Role, int] = {
+            Role.PREFILL: spec.pools.prefill.replicas,
+            Role.DECODE: spec.pools.decode.replicas,
+        }
+        self._tracks = {Role.PREFILL: _Track(), Role.DECODE: _Track()}
+        self._next_ns = now_ns
+        self.decisions: deque[tuple[int, ScaleDecision]] = deque(maxlen=REMEMBERED)
+
+    def reason(self, pool: Role) -> str:
+        return self._tracks[pool].reason
+
+    def scaled(self, event: Scaled, now_ns: int) -> None:
+        """The platform took the target, or refused it: then the old one stands and is asked for again later."""
+        if not event.ok:
+            last = next((d for _, d in reversed(self.decisions) if d.pool is event.pool), None)
+            if last is not None and last.target == event.target:
+                self.targets[event.pool] = last.current
+            self._tracks[event.pool].held_until_ns = now_ns + RETRY_NS
+
+    def decide(self, registry: Registry, room: WaitingRoom, forecast: Forecast, now_ns: int) -> list[ScaleDecision]:
+        if self._scaling.mode == "off" or now_ns < self._next_ns:
+            return []
+        self._next_ns = now_ns + EVERY_NS
+        wishes = {
+            Role.DECODE: self._wish(Role.DECODE, decode_load(registry, room, forecast, self._spec, now_ns), now_ns),
+            Role.PREFILL: self._wish(Role.PREFILL, prefill_load(registry, room, self._spec, now_ns), now_ns),
+        }
+        return self._within_budget(wishes, now_ns)
+
+    # -- one pool
+
+    def _pool(self, role: Role) -> PoolSpec:
+        return self._spec.pools.decode if role is Role.DECODE else self._spec.pools.prefill
+
+    def _wish(self, role: Role, load: Load, now_ns: int) -> tuple[int, str]:
+        """The target this pool wants by itself, and why."""
+        scaling, track, current = self._scaling, self._tracks[role], self.targets[role]
+        low, high = self._pool(role).bounds
+        if high == 0:
+            return 0, "the pool is off"
+        down_ns, up_ns = int(scaling.down_hold_s * SECOND), int(scaling.up_hold_s * SECOND)
+        look_ns = int(scaling.look_back_s * SECOND)
+        track.add(now_ns, load.demand / load.per_replica, load.idle, max(down_ns, look_ns))
+        if current == 0:
+            if load.idle:
+                return low, "idle at zero"
+            return self._bounded(
+                role, 1, math.ceil(load.demand / load.per_replica / self._middle), "woken by a request"
+            )
+        need = (
+            max(track.mean(now_ns, look_ns), load.queued / load.per_replica)
+            if load.queued
+            else track.mean(now_ns, look_ns)
+        )
+        pressure = max(need, load.demand / load.per_replica if load.queued else 0.0) / current
+        told = (
+            f"{load.demand:.0f} {load.unit} needed ({load.queued:.0f} of them waiting) "
+            f"of {load.per_replica * current:.0f}: {pressure:.0%}"
+        )
+        told += f"; {load.cold} cold" if load.cold else ""
+        told += f"; {load.stale} stale and counted as full" if load.stale else ""
+        if pressure > scaling.target_high:
+            track.above_since_ns = track.above_since_ns or now_ns
+            if now_ns - track.above_since_ns < up_ns:
+                return current, f"{told}, above {scaling.target_high:.0%}, for less than {scaling.up_hold_s:g} s"
+            wanted = math.ceil(pressure * current / self._middle)
+            return self._bounded(role, current, wanted, f"{told}, above {scaling.target_high:.0%}")
+        track.above_since_ns = 0
+        return self._down(role, track, told, now_ns, down_ns)
+
+    def _down(self, role: Role, track: _Track, told: str, now_ns: int, down_ns: int) -> tuple[int, str]:
+        current = self.targets[role]
+        low, _ = self._pool(role).bounds
+        if current <= low or not track.covers(now_ns, down_ns):
+            return current, f"{told}, held"
+        worst = track.worst()
+        if worst / current >= self._scaling.target_low:
+            return current, f"{told}, in its band"
+        if current == 1:
+            if low == 0 and track.was_idle():
+                return 0, f"idle for {self._scaling.down_hold_s:g} s"
+            return 1, f"{told}, one replica is the least while requests come"
+        wanted = max(1, math.ceil(worst / self._middle))
+        why = f"{told}, never above {worst / current:.0%} in {self._scaling.down_hold_s:g} s"
+        return self._bounded(role, current, min(wanted, current), why)
+
+    @property
+    def _middle(self) -> float:
+        return (self._scaling.target_low + self._scaling.target_high) / 2
+
+    def _bounded(self, role: Role, current: int, wanted: int, why: str) -> tuple[int, str]:
+        low, high = self._pool(role).bounds
+        step = min(max(wanted, current - self._scaling.step_down_max), current + self._scaling.step_up_max)
+        target = min(max(step, low), high)
+        if target != wanted:
+            limit = "its bounds" if step == wanted else "the step limit"
+            why += f"; {wanted} wanted, {limit} say {target}"
+        return target, why
+
+    # -- both pools
+
+    def _within_budget(self, wishes: dict[Role, tuple[int, str]], now_ns: int) -> list[ScaleDecision]:
+        found = []
+        for role in (Role.DECODE, Role.PREFILL):  # decode holds what has been paid for already: it goes first
+            target, why = wishes[role]
+            current, track = self.targets[role], self._tracks[role]
+            track.reason = why
+            if target > current:
+                fits = self._affordable(role, wishes)
+                if fits < target:
+                    target, why = (
+                        max(current, fits),
+                        f"{why}; the GPU budget of {self._scaling.gpu_budget} allows {fits}",
+                    )
+                    track.reason = why
+            if target == current or now_ns < track.held_until_ns:
+                continue
+            self.targets[role] = target
+            track.above_since_ns = 0
+            hold_s = self._scaling.up_hold_s if target > current else self._scaling.down_hold_s
+            decision = ScaleDecision(
+                pool=role, current=current, target=target, reason=why, hold_until_ns=now_ns + int(hold_s * SECOND)
+            )
+            if target < current:
+                track.samples.clear()  # the next step down is earned anew
+            self.decisions.append((now_ns, decision))
+            found.append(decision)
+        return found
+
+    def _affordable(self, role: Role, wishes: dict[Role, tuple[int, str]]) -> int:
+        """Replicas of `role` that the GPU budget allows; a pool that wants fewer counts with what it wants."""
+        budget, each = self._scaling.gpu_budget, self._pool(role).gpus_per_replica
+        if budget is None or each == 0:
+            return self._pool(role).bounds[1]
+        other = Role.PREFILL if role is Role.DECODE else Role.DECODE
+        taken = max(self.targets[other], 0) * self._pool(other).gpus_per_replica
+        return (budget - taken) // each
+
+
+def _warm(replicas: Iterable[Replica], warm_ns: int, now_ns: int) -> tuple[list[Replica], int]:
+    there = [r for r in replicas if not r.fenced and not r.draining_since_ns]
+    warm = [r for r in there if r.ready_ns and now_ns - r.joined_ns >= warm_ns]
+    return warm, len(there) - len(warm)
+
+
+def decode_load(registry: Registry, room: WaitingRoom, forecast: Forecast, spec: ClusterSpec, now_ns: int) -> Load:
+    everyone = [r for r in registry.replicas.values() if r.role is Role.DECODE]
+    warm, cold = _warm(everyone, int(spec.scaling.warm_up_s * SECOND), now_ns)
+    known = [r.announcement.blocks_total for r in everyone if not r.fenced]
+    per_replica = sum(known) / len(known) if known else 1.0
+    block_tokens = everyone[0].announcement.block_tokens if everyone else spec.pools.decode.block_tokens
+    queued = float(sum(blocks_for(w.request, forecast.output_tokens(w.request), block_tokens) for w in room))
+    there = [r for r in everyone if not r.fenced]
+    # A cold replica's own samples do not count, but tickets that were placed on it do: they are there to stay.
+    demand = sum(
+        r.announcement.blocks_total if r.stale else min(r.committed, r.announcement.blocks_total) for r in there
+    )
+    live = any(r.tickets for r in there) or any(r.occupancy.running for r in there)
+    return Load(
+        demand=demand + queued,
+        queued=queued,
+        per_replica=per_replica,
+        unit="KV blocks",
+        idle=not live and not len(room),
+        cold=cold,
+        stale=sum(r.stale for r in warm),
+    )
+
+
+def prefill_load(registry: Registry, room: WaitingRoom, spec: ClusterSpec, now_ns: int) -> Load:
+    there = [r for r in registry.replicas.values() if r.role is Role.PREFILL and not r.fenced]
+    _, cold = _warm(there, int(spec.scaling.warm_up_s * SECOND), now_ns)
+    per_replica = float(spec.scaling.prefill_queue_tokens)
+    alone = spec.admission.local_prefill_max_tokens
+    queued = float(
+        sum(w.request.num_prompt_tokens for w in room if w.request.disaggregate and w.request.num_prompt_tokens > alone)
+    )
+    demand = sum(per_replica if r.stale else max(r.inflight_tokens, r.occupancy.waiting_prompt_tokens) for r in there)
+    return Load(
+        demand=demand + queued,
+        queued=queued,
+        per_replica=per_replica,
+        unit="prompt tokens",
+        idle=demand == 0 and queued == 0,
+        cold=cold,
+        stale=sum(r.stale for r in there),
+    )

@@ -1,0 +1,174 @@
+"""What goes into the controller's machine and what comes out, as values.
+
+Inputs carry a `call_id` when somebody waits for an answer; the machine answers it with exactly one `Reply`, at once
+or in a later step. Times are nanoseconds on the controller's own clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from actors.nouns import (
+    AdmitRequest,
+    Announcement,
+    Claim,
+    Heartbeat,
+    Order,
+    Outcome,
+    ReplicaId,
+    Role,
+    ScaleDecision,
+    StagingStatus,
+    TicketId,
+    TransferEvent,
+)
+
+CallId = int
+
+
+class IncompatibleReplica(ValueError):
+    """A replica that cannot exchange pages with this cluster; the message shows both sides, field by field."""
+
+
+# -- inputs
+
+
+class Join(msgspec.Struct, frozen=True):
+    call_id: CallId
+    announcement: Announcement
+
+
+class Beat(msgspec.Struct, frozen=True):
+    call_id: CallId
+    heartbeat: Heartbeat
+
+
+class Leaving(msgspec.Struct, frozen=True):
+    """The router saw that Serve is stopping this replica: no new tickets."""
+
+    replica_id: ReplicaId
+
+
+class Left(msgspec.Struct, frozen=True):
+    """A replica says goodbye, or the platform says that its process is gone."""
+
+    replica_id: ReplicaId
+    incarnation: int | None = None  # None: whichever
+
+
+class FrontendBeat(msgspec.Struct, frozen=True):
+    frontend_id: str
+    live_tickets: tuple[TicketId, ...]
+
+
+class Adopt(msgspec.Struct, frozen=True):
+    frontend_id: str
+    claims: tuple[Claim, ...]
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    call_id: CallId
+    status: StagingStatus
+    events: tuple[TransferEvent, ...] = ()
+
+
+class Admit(msgspec.Struct, frozen=True):
+    call_id: CallId
+    request: AdmitRequest
+
+
+class Withdraw(msgspec.Struct, frozen=True):
+    """Whoever waited for this call is gone (client disconnected, caller died)."""
+
+    call_id: CallId
+
+
+class WantHandOver(msgspec.Struct, frozen=True):
+    call_id: CallId
+    ticket_id: TicketId
+    attempt: int
+    timeout_ns: int
+
+
+class Lost(msgspec.Struct, frozen=True):
+    call_id: CallId
+    ticket_id: TicketId
+    attempt: int
+    role: Role
+    replica_id: ReplicaId
+    reason: str
+    num_output_tokens: int = 0
+    request: AdmitRequest | None = None
+
+
+class Ended(msgspec.Struct, frozen=True):
+    ticket_id: TicketId
+    outcome: Outcome
+    num_output_tokens: int = 0
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    """What came of a `Scale` effect."""
+
+    pool: Role
+    target: int
+    ok: bool
+    detail: str = ""
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """How many replicas the platform is holding each pool at (after a restart, or when a person scaled by hand)."""
+
+    prefill: int
+    decode: int
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passes: deadlines, silence, fencing, drains, scaling. A few times a second."""
+
+
+Event = (
+    Join
+    | Beat
+    | Leaving
+    | Left
+    | FrontendBeat
+    | Adopt
+    | Transfer
+    | Admit
+    | Withdraw
+    | WantHandOver
+    | Lost
+    | Ended
+    | Scaled
+    | Targets
+    | Tick
+)
+
+
+# -- effects
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to a call; an exception as `value` is raised at the caller."""
+
+    call_id: CallId
+    value: Any
+
+
+class ToFrontend(msgspec.Struct, frozen=True):
+    frontend_id: str
+    order: Order
+
+
+class Scale(msgspec.Struct, frozen=True):
+    decision: ScaleDecision
+
+
+class Log(msgspec.Struct, frozen=True):
+    text: str
+
+
+Effect = Reply | ToFrontend | Scale | Log

@@ -1,0 +1,103 @@
+"""What a request will need: output length, pace, and the occupancy of a replica at a time to come. Pure.
+
+The forecasts are deliberately plain: running means by size class. They decide how much is reserved; a wrong one costs
+a preemption on decode or an idle block, never a wrong token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from actors.controller.registry import Live, Replica
+from actors.nouns import AdmitRequest, TicketId
+
+SECOND = 1_000_000_000
+PRIOR_OUTPUT_TOKENS = 512  # for a request without a useful max_tokens, until answers have been seen
+SAMPLES_BEFORE_TRUST = 8
+WEIGHT = 0.05  # of a new sample in a running mean
+
+
+@dataclass(slots=True)
+class _Mean:
+    count: int = 0
+    mean: float = 0.0
+    deviation: float = 0.0  # mean absolute
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        weight = max(WEIGHT, 1.0 / self.count)
+        self.deviation += weight * (abs(value - self.mean) - self.deviation) if self.count > 1 else 0.0
+        self.mean += weight * (value - self.mean)
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Running means over the requests that ended well."""
+
+    by_class: dict[int, _Mean] = field(default_factory=dict)
+    output: _Mean = field(default_factory=_Mean)
+    token_ns: float = 0.03 * SECOND  # between two tokens of one stream
+    prompt_token_ns: float = 0.0002 * SECOND  # from admission to sealed, a prompt token
+
+    def output_tokens(self, request: AdmitRequest) -> int:
+        """Tokens this request will probably have put out at its end, the ones already emitted included."""
+        seen = self.by_class.get(request.max_tokens.bit_length())
+        if seen is None or seen.count < SAMPLES_BEFORE_TRUST:
+            seen = self.output
+        if seen.count < SAMPLES_BEFORE_TRUST:
+            expected = PRIOR_OUTPUT_TOKENS
+        else:
+            expected = int(seen.mean + seen.deviation) + 1
+        expected = max(expected, request.num_output_tokens + request.num_output_tokens // 2 + 1)
+        return max(1, min(expected, request.max_tokens))
+
+    def learn(self, request: AdmitRequest, num_output_tokens: int, decode_ns: int) -> None:
+        self.by_class.setdefault(request.max_tokens.bit_length(), _Mean()).add(num_output_tokens)
+        self.output.add(num_output_tokens)
+        fresh = num_output_tokens - request.num_output_tokens
+        if fresh > 1 and decode_ns > 0:
+            self.token_ns += WEIGHT * (decode_ns / fresh - self.token_ns)
+
+    def learn_prefill(self, num_prompt_tokens: int, seconds_ns: int) -> None:
+        if num_prompt_tokens > 0:
+            self.prompt_token_ns += WEIGHT * (seconds_ns / num_prompt_tokens - self.prompt_token_ns)
+
+
+def blocks_for(request: AdmitRequest, output_tokens: int, block_tokens: int) -> int:
+    """Blocks of a request at its end: the prompt once, the outputs of every sequence."""
+    whole = -(-(request.num_prompt_tokens + output_tokens) // block_tokens)
+    further = -(-output_tokens // block_tokens) if request.num_sequences > 1 else 0
+    return whole + further * (request.num_sequences - 1)
+
+
+def outlook(
+    replica: Replica, tickets: Mapping[TicketId, Live], now_ns: int, ends_ns: int, need: int, growth: float
+) -> tuple[int, int]:
+    """Blocks on `replica` at the worst moment until `ends_ns`, and at `ends_ns`, with a new request of `need` blocks.
+
+    Every ticket grows in a straight line (`growth` blocks a second) to its reservation and is gone after its expected
+    end; one that has outlived its forecast stays in full. Between two ends the sum only grows, so the worst moments
+    are the ends: one sweep from the last end backwards sees them all, in time linear in the replica's tickets.
+    """
+    steady = replica.occupancy.blocks_quarantined + replica.unexplained
+    level, slope, anchor = 0.0, 0.0, 0.0  # of tickets that end later: sum reserved, sum growth, sum growth * end
+    at_end, peak = -1.0, 0.0
+    for end, ticket_id in reversed(replica.ends):
+        live = tickets[ticket_id]
+        if end <= now_ns:
+            steady += live.reserved
+            continue
+        if at_end < 0 and end <= ends_ns:
+            at_end = level - (anchor - ends_ns * slope) / SECOND
+        level += live.reserved
+        slope += live.growth
+        anchor += live.growth * end
+        if end <= ends_ns:
+            then = level - (anchor - end * slope) / SECOND
+            peak = max(peak, then + need - growth * (ends_ns - end) / SECOND)
+    if at_end < 0:
+        at_end = level - (anchor - ends_ns * slope) / SECOND
+    at_end = max(at_end, 0.0) + need
+    return steady + math.ceil(max(peak, at_end)), steady + math.ceil(at_end)

@@ -1,0 +1,840 @@
+"""The controller's brain: `step(event, now_ns) -> effects`. Pure: no clock, no random, no socket, no Ray.
+
+The Ray actor (`shell.py`), the simulator and the tests all drive this one class. What a message means is decided by
+the ticket table; what is held is the registry's; who gets what is the chooser's. Messages may come early, late, twice
+or not at all: every call that waits has a deadline, and every resource has an owner whose silence is noticed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from actors.controller import compatibility
+from actors.controller.admission import Choice, Chooser, Waiting, WaitingRoom
+from actors.controller.autoscale import Autoscaler
+from actors.controller.events import (
+    Admit,
+    Adopt,
+    Beat,
+    CallId,
+    Effect,
+    Ended,
+    Event,
+    FrontendBeat,
+    IncompatibleReplica,
+    Join,
+    Leaving,
+    Left,
+    Log,
+    Lost,
+    Reply,
+    Scale,
+    Scaled,
+    Targets,
+    Tick,
+    ToFrontend,
+    Transfer,
+    WantHandOver,
+    Withdraw,
+)
+from actors.controller.forecast import SECOND, Forecast, blocks_for
+from actors.controller.registry import EPOCH_SHIFT, LANDED, Live, Node, Registry, Replica, epoch_of
+from actors.nouns import (
+    AdmitRequest,
+    Busy,
+    Claim,
+    HandOver,
+    Heartbeat,
+    HeartbeatReply,
+    LeaseLost,
+    Occupancy,
+    OpenedAt,
+    Order,
+    Outcome,
+    ReplicaEvent,
+    ReplicaId,
+    Role,
+    Sealed,
+    Ticket,
+    TicketId,
+    TransferEvent,
+    Verdict,
+)
+from actors.transfer.ticket import HOLDS_LEASE, TicketEvent, TicketState
+from cluster.spec import ClusterSpec
+
+ATTEMPTS_MAX = 8  # then the request fails with a clear reason
+ALONE_AFTER = 3  # attempts; from then on decode computes the prompt itself
+CANCEL_REPEATS = 3  # heartbeat replies that carry a cancel: a lost reply loses nothing
+ORDER_AGAIN_NS = 2 * SECOND
+FORGET_FENCED_NS = 300 * SECOND
+OUTCOME_EVENT = {
+    Outcome.DONE: TicketEvent.FINISH,
+    Outcome.CANCELLED: TicketEvent.CANCEL,
+    Outcome.FAILED: TicketEvent.FAIL,
+}
+
+
+class Machine:
+    """One controller life. `epoch` must be higher than that of every life before it."""
+
+    def __init__(self, spec: ClusterSpec, epoch: int, now_ns: int) -> None:
+        self.spec = spec
+        self.epoch = epoch
+        self.started_ns = now_ns
+        self.registry = Registry()
+        self.forecast = Forecast()
+        self.chooser = Chooser(spec.admission, self.forecast, self.registry.replicas, self.registry.tickets)
+        self.room = WaitingRoom(spec.admission.queue_max)
+        self.autoscaler = Autoscaler(spec, now_ns)
+        self.frontends: dict[str, int] = {}  # last heard
+        self.counters: dict[str, float] = {}
+        self._issued = 0
+        self._deadlines: list[tuple[int, CallId, TicketId]] = []  # of hand_over calls that wait
+        self._seals: dict[TicketId, Sealed] = {}  # of an older epoch's tickets that nobody has claimed yet
+        self._early: dict[TicketId, tuple[CallId, int]] = {}  # hand_over calls for such tickets: (call, attempt)
+        self._told: dict[TicketId, int] = {}  # tickets whose frontend was asked to take them elsewhere: when
+        self._homeless: dict[ReplicaId, set[TicketId]] = {}  # claimed tickets whose decode replica is not back yet
+        self._out: list[Effect] = []
+        self._handlers: dict[type, Callable[[Any, int], None]] = {
+            Join: self._join,
+            Beat: self._beat,
+            Leaving: self._leaving,
+            Left: self._left,
+            FrontendBeat: self._frontend_beat,
+            Adopt: self._adopt,
+            Transfer: self._transfer,
+            Admit: self._admit,
+            Withdraw: self._withdraw,
+            WantHandOver: self._want_hand_over,
+            Lost: self._lost,
+            Ended: self._ended,
+            Scaled: self._scaled,
+            Targets: self._targets,
+            Tick: self._tick,
+        }
+        admission = spec.admission
+        self._stale_ns = int(admission.stale_after_s * SECOND)
+        self._fence_ns = int(max(admission.fence_after_s, admission.stale_after_s) * SECOND)
+        self._queue_ns = int(admission.queue_wait_s * SECOND)
+        self._hand_over_ns = int(spec.transfer.hand_over_s * SECOND)
+        self._drain_ns = None if spec.scaling.drain_deadline_s is None else int(spec.scaling.drain_deadline_s * SECOND)
+
+    def step(self, event: Event, now_ns: int) -> list[Effect]:
+        self._out = []
+        self._handlers[type(event)](event, now_ns)
+        return self._out
+
+    @property
+    def rebuilding_until_ns(self) -> int:
+        """Until then, work of an older epoch that this life does not know may still be claimed."""
+        return self.started_ns + self._fence_ns
+
+    def _reply(self, call_id: CallId, value: Any) -> None:
+        self._out.append(Reply(call_id, value))
+
+    def _add(self, name: str, amount: float = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+    # -- replicas
+
+    def _join(self, event: Join, now_ns: int) -> None:
+        new = event.announcement
+        known = self.registry.replicas.get(new.replica_id)
+        if known is not None and known.announcement.incarnation == new.incarnation:
+            self._reply(event.call_id, self._heartbeat_reply(known))
+            return
+        try:
+            members = [r.announcement for r in self.registry.replicas.values() if not r.fenced and r is not known]
+            compatibility.check(new, members)
+        except IncompatibleReplica as error:
+            self._add("replicas_refused")
+            self._out.append(Log(str(error)))
+            self._reply(event.call_id, error)
+            return
+        if known is not None:
+            self._drop_replica(known, f"{new.replica_id} has restarted", now_ns)
+        idle = Occupancy(blocks_total=new.blocks_total, blocks_free=new.blocks_total, blocks_held=0)
+        replica = Replica(new, now_ns, now_ns, idle)
+        self.registry.replicas[new.replica_id] = replica
+        for ticket_id in sorted(self._homeless.pop(new.replica_id, ())):
+            live = self.registry.tickets.get(ticket_id)
+            if live is not None and live.decode_at is None and live.lost is None:
+                self.registry.attach(live, replica, live.prefill_at)
+        for ticket_id in new.tickets:
+            if ticket_id not in self.registry.tickets and not self._unclaimed(ticket_id, now_ns):
+                replica.cancel[(ticket_id, ATTEMPTS_MAX)] = CANCEL_REPEATS
+        self._out.append(Log(f"{new.role} replica {new.replica_id} joined with {new.blocks_total} blocks"))
+        self.chooser.refresh(replica)
+        self._reply(event.call_id, self._heartbeat_reply(replica))
+        self._serve_room(now_ns)
+
+    def _beat(self, event: Beat, now_ns: int) -> None:
+        beat: Heartbeat = event.heartbeat
+        replica = self.registry.replicas.get(beat.replica_id)
+        if replica is None or replica.announcement.incarnation != beat.incarnation:
+            self._reply(event.call_id, HeartbeatReply(epoch=self.epoch, known=False))
+            return
+        if replica.fenced:
+            self._reply(event.call_id, self._heartbeat_reply(replica))
+            return
+        replica.heard_ns = now_ns
+        replica.ready_ns = replica.ready_ns or now_ns
+        replica.stale = False
+        replica.occupancy = beat.occupancy
+        replica.counters.update(beat.counters)
+        for thing in beat.events:
+            self._replica_event(replica, thing, now_ns)
+        for delta in beat.pages:
+            replica.book.apply(delta)
+        replica.unexplained = max(0, beat.occupancy.blocks_held - replica.landed)
+        self._extend_overdue(replica, now_ns)
+        self.chooser.refresh(replica)
+        self._reply(event.call_id, self._heartbeat_reply(replica))
+        self._serve_room(now_ns)
+
+    def _heartbeat_reply(self, replica: Replica) -> HeartbeatReply:
+        cancel = tuple(replica.cancel)
+        replica.cancel = {key: left - 1 for key, left in replica.cancel.items() if left > 1}
+        return HeartbeatReply(
+            epoch=self.epoch,
+            known=True,
+            draining=bool(replica.draining_since_ns),
+            fenced=replica.fenced,
+            cancel=cancel,
+        )
+
+    def _replica_event(self, replica: Replica, thing: ReplicaEvent, now_ns: int) -> None:
+        if thing.kind in ("recomputed", "tag_mismatch", "quarantined"):
+            self._add(f"{thing.kind}_events")
+            self._add(f"{thing.kind}_tokens", thing.num_tokens)
+            return
+        live = self.registry.tickets.get(thing.ticket_id)
+        if live is None:
+            return
+        if thing.kind == "prefill_started" and live.prefill_at is replica:
+            self.registry.move(live, TicketEvent.PREFILL_STARTED, now_ns)
+        elif thing.kind == "decode_started" and live.decode_at is replica:
+            self.registry.move(live, TicketEvent.DECODE_STARTED, now_ns)
+
+    def _extend_overdue(self, replica: Replica, now_ns: int) -> None:
+        """Tickets that outlived their expected end get a new one, half as long again, and more blocks to grow into."""
+        limit = int(replica.announcement.blocks_total * self.spec.admission.occupancy_limit)
+        while replica.ends and replica.ends[0][0] <= now_ns:
+            live = self.registry.tickets[replica.ends[0][1]]
+            longer = max(SECOND, (now_ns - live.admitted_ns) // 2)
+            request = live.request
+            most = blocks_for(request, request.max_tokens, replica.announcement.block_tokens)
+            grown = live.reserved + int(live.growth * longer / SECOND) + 1
+            self.registry.forecast(live, max(live.reserved, min(grown, most, limit)), now_ns + longer)
+
+    def _leaving(self, event: Leaving, now_ns: int) -> None:
+        replica = self.registry.replicas.get(event.replica_id)
+        if replica is not None and not replica.draining_since_ns:
+            replica.draining_since_ns = now_ns
+            self.chooser.refresh(replica)
+            self._out.append(Log(f"{replica.id} is leaving with {len(replica.tickets)} tickets"))
+
+    def _left(self, event: Left, now_ns: int) -> None:
+        replica = self.registry.replicas.get(event.replica_id)
+        if replica is not None and event.incarnation in (None, replica.announcement.incarnation):
+            self._drop_replica(replica, f"{replica.id} has left", now_ns)
+
+    def _drop_replica(self, replica: Replica, reason: str, now_ns: int, keep: bool = False) -> None:
+        """Its tickets are lost there; `keep` leaves a fenced record behind, for its heartbeats and for `status`."""
+        decoding, prefilling = self.registry.remove(replica.id)
+        self.chooser.forget(replica)
+        for live in decoding:
+            self._tell_lost(live, Role.DECODE, replica.id, reason, now_ns)
+        for live in prefilling:
+            self._tell_lost(live, Role.PREFILL, replica.id, reason, now_ns)
+        if keep:
+            self.registry.replicas[replica.id] = replica
+        self._out.append(Log(f"{reason}: {len(decoding) + len(prefilling)} tickets go elsewhere"))
+
+    def _tell_lost(self, live: Live, role: Role, replica_id: ReplicaId, reason: str, now_ns: int) -> None:
+        if live.wanted_by:
+            self._reply(live.wanted_by, Verdict.MISSING)
+            live.wanted_by = 0
+        self._order("lost", live, role, replica_id, reason, now_ns)
+
+    def _order(self, kind: str, live: Live, role: Role, replica_id: ReplicaId, reason: str, now_ns: int) -> None:
+        """Asks the ticket's frontend to take it elsewhere; said again by `_chase` until it does."""
+        ticket = live.ticket
+        live.lost = Order(
+            kind=kind,
+            ticket_id=ticket.ticket_id,
+            attempt=ticket.attempt,
+            role=role,
+            replica_id=replica_id,
+            reason=reason,
+        )
+        self._told[ticket.ticket_id] = now_ns
+        self._out.append(ToFrontend(ticket.frontend_id, live.lost))
+
+    # -- admission
+
+    def _admit(self, event: Admit, now_ns: int) -> None:
+        request = event.request
+        self.frontends[request.frontend_id] = now_ns
+        key = (request.frontend_id, request.request_id)
+        if (ticket_id := self.registry.by_request.get(key)) is not None:  # asked twice
+            self._reply_placed_or_wait(self.registry.tickets[ticket_id], event.call_id)
+            return
+        if key in self.registry.ended_requests:
+            self._reply(event.call_id, Busy(reason=f"request {request.request_id} has ended already", retry_after_s=0))
+            return
+        if not len(self.room) and (choice := self.chooser.choose(request, now_ns)) is not None:
+            self._reply(event.call_id, self._issue(request, choice, now_ns))
+            return
+        twin = next(
+            (w for w in self.room if not w.ticket_id and (w.request.frontend_id, w.request.request_id) == key), None
+        )
+        if twin is not None:
+            self.room.rename(twin, event.call_id)
+            self._reply(twin.call_id, Busy(reason="asked again by another call", retry_after_s=0))
+            return
+        if self.room.full:
+            self._busy(event.call_id, f"{len(self.room)} requests wait already", now_ns)
+            return
+        cost = request.num_prompt_tokens + self.forecast.output_tokens(request) * request.num_sequences
+        self.room.put(Waiting(event.call_id, request, now_ns, now_ns + self._queue_ns, cost))
+        self._serve_room(now_ns)
+
+    def _reply_placed_or_wait(self, live: Live, call_id: CallId) -> None:
+        if live.decode_at is not None:
+            self._reply(call_id, live.ticket)
+            return
+        waiting = next((w for w in self.room if w.ticket_id == live.ticket.ticket_id), None)
+        if waiting is None:  # its replica is gone and its frontend will say so
+            self._reply(call_id, live.ticket)
+            return
+        self._reply(waiting.call_id, Busy(reason="asked again by another call", retry_after_s=0))
+        self.room.rename(waiting, call_id)
+
+    def _busy(self, call_id: CallId, reason: str, now_ns: int) -> None:
+        self._add("busy")
+        self._reply(call_id, Busy(reason=reason, retry_after_s=self.retry_after_s(now_ns)))
+
+    def retry_after_s(self, now_ns: int) -> float:
+        """When the next running request should end; between 1 s and the queue's own wait."""
+        first = min((r.ends[0][0] for r in self.registry.replicas.values() if r.usable and r.ends), default=0)
+        return round(min(max(1.0, (first - now_ns) / SECOND), max(1.0, self.spec.admission.queue_wait_s)), 1)
+
+    def _issue(self, request: AdmitRequest, choice: Choice, now_ns: int) -> Ticket:
+        self._issued += 1
+        if self._issued >> EPOCH_SHIFT:
+            self.epoch, self._issued = self.epoch + 1, 1
+        ticket_id = self.epoch << EPOCH_SHIFT | self._issued
+        ticket = self._ticket(ticket_id, 1, request, choice)
+        live = Live(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns + self._hand_over_ns)
+        self.registry.open(live)
+        self._add("admitted")
+        self._place(live, choice, now_ns)
+        return ticket
+
+    def _ticket(self, ticket_id: TicketId, attempt: int, request: AdmitRequest, choice: Choice) -> Ticket:
+        decode, prefill = choice.decode.announcement, choice.prefill and choice.prefill.announcement
+        return Ticket(
+            ticket_id=ticket_id,
+            attempt=attempt,
+            request_id=request.request_id,
+            frontend_id=request.frontend_id,
+            epoch=self.epoch,
+            decode=decode.replica_id,
+            prefill=prefill.replica_id if prefill else None,
+            reason=choice.reason,
+            wire_layout=decode.layout,
+            prefill_node=prefill.node_id if prefill else "",
+            decode_node=decode.node_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            deadline_s=self.spec.transfer.hand_over_s,
+        )
+
+    def _place(self, live: Live, choice: Choice, now_ns: int) -> None:
+        live.generation = choice.decode.announcement.generation
+        live.reserved, live.growth, live.ends_ns = choice.reserved, choice.growth, choice.ends_ns
+        live.prefill_tokens = choice.prefill_tokens
+        live.deadline_ns = now_ns + self._hand_over_ns
+        live.lost = None
+        self.registry.attach(live, choice.decode, choice.prefill)
+        if choice.prefill is None:
+            self.registry.move(live, TicketEvent.DECODE_ALONE, now_ns)
+            self._add("decode_alone")
+        self.chooser.refresh(choice.decode)
+        if choice.prefill is not None:
+            self.chooser.refresh(choice.prefill)
+
+    def _serve_room(self, now_ns: int) -> None:
+        """Gives places to whoever waits, in fair order, until nobody at the front fits."""
+        while len(self.room):
+            for waiting in self.room.heads(now_ns):
+                choice = self._choose_for(waiting, now_ns)
+                if choice is not None:
+                    self.room.serve(waiting)
+                    if waiting.ticket_id:
+                        self._again(self.registry.tickets[waiting.ticket_id], choice, waiting.call_id, now_ns)
+                    else:
+                        self._reply(waiting.call_id, self._issue(waiting.request, choice, now_ns))
+                    break
+            else:
+                return
+
+    def _choose_for(self, waiting: Waiting, now_ns: int) -> Choice | None:
+        choice = self.chooser.choose(waiting.request, now_ns, waiting.generation)
+        if choice is None and waiting.request.exclude:  # better one that failed before than none
+            open_minded = msgspec.structs.replace(waiting.request, exclude=())
+            choice = self.chooser.choose(open_minded, now_ns, waiting.generation)
+        return choice
+
+    def _withdraw(self, event: Withdraw, now_ns: int) -> None:
+        waiting = self.room.drop(event.call_id)
+        if waiting is not None and waiting.ticket_id:
+            self._close(self.registry.tickets[waiting.ticket_id], Outcome.CANCELLED, now_ns)
+        elif waiting is not None:
+            self._serve_room(now_ns)
+
+    # -- hand-over
+
+    def _want_hand_over(self, event: WantHandOver, now_ns: int) -> None:
+        live = self.registry.tickets.get(event.ticket_id)
+        if live is None:
+            if not self._unclaimed(event.ticket_id, now_ns):
+                self._reply(event.call_id, Verdict.STALE)
+                return
+            sealed = self._seals.get(event.ticket_id)
+            if sealed is not None and sealed.seal.attempt == event.attempt:
+                self._reply(event.call_id, self._hand_over(sealed, self._hand_over_ns))
+                return
+            self._early[event.ticket_id] = (event.call_id, event.attempt)
+        elif event.attempt != live.ticket.attempt or live.state in LANDED - {TicketState.MOVING}:
+            self._reply(event.call_id, Verdict.STALE)
+            return
+        elif live.lost is not None and live.hand_over is None:
+            self._reply(event.call_id, Verdict.MISSING)
+            return
+        else:
+            if live.wanted_by:
+                self._reply(live.wanted_by, Verdict.STALE)
+            live.wanted_by = event.call_id
+            if live.hand_over is not None:
+                self._give_hand_over(live, now_ns)
+                return
+        heapq.heappush(self._deadlines, (now_ns + event.timeout_ns, event.call_id, event.ticket_id))
+
+    def _give_hand_over(self, live: Live, now_ns: int) -> None:
+        assert live.hand_over is not None
+        call_id, live.wanted_by = live.wanted_by, 0
+        remaining = max(SECOND, live.deadline_ns - now_ns)
+        self.registry.move(live, TicketEvent.MOVE, now_ns)
+        self._reply(call_id, msgspec.structs.replace(live.hand_over, deadline_s=remaining / SECOND))
+
+    @staticmethod
+    def _hand_over(sealed: Sealed, remaining_ns: int) -> HandOver:
+        seal, lease = sealed.seal, sealed.lease
+        return HandOver(
+            ticket_id=seal.ticket_id, attempt=seal.attempt, seal=seal, lease=lease, deadline_s=remaining_ns / SECOND
+        )
+
+    def _transfer(self, event: Transfer, now_ns: int) -> None:
+        status = event.status
+        node = self.registry.nodes.get(status.node_id)
+        if node is None:
+            node = self.registry.nodes[status.node_id] = Node(status, now_ns)
+        elif node.status.incarnation != status.incarnation:
+            self._node_lost(node, f"the transfer actor of {status.node_id} has restarted", now_ns)
+            node.bytes_moved_before += node.status.bytes_moved
+            node.tokens_moved_before += node.status.tokens_moved
+        node.status, node.heard_ns, node.stale = status, now_ns, False
+        for thing in event.events:
+            self._transfer_event(thing, node, now_ns)
+        dead = dict.fromkeys(node.release)
+        dead |= {key: None for key in status.held if self._dead(key, now_ns)}
+        node.release.clear()
+        self._reply(event.call_id, list(dead))
+
+    def _dead(self, key: tuple[TicketId, int], now_ns: int) -> bool:
+        """Nobody wants the bytes of this ticket and attempt any more."""
+        ticket_id, attempt = key
+        live = self.registry.tickets.get(ticket_id)
+        if live is None:
+            return not self._unclaimed(ticket_id, now_ns)
+        return attempt < live.ticket.attempt or live.state not in HOLDS_LEASE
+
+    def _unclaimed(self, ticket_id: TicketId, now_ns: int) -> bool:
+        """A ticket of an older epoch that its frontend may still claim."""
+        return (
+            epoch_of(ticket_id) < self.epoch
+            and ticket_id not in self.registry.ended
+            and now_ns < self.rebuilding_until_ns
+        )
+
+    def _transfer_event(self, event: TransferEvent, node: Node, now_ns: int) -> None:
+        if isinstance(event, Sealed):
+            self._sealed(event, node, now_ns)
+        elif isinstance(event, OpenedAt):
+            self._opened(event, now_ns)
+        else:
+            self._lease_lost(event, now_ns)
+
+    def _sealed(self, event: Sealed, node: Node, now_ns: int) -> None:
+        seal = event.seal
+        key = (seal.ticket_id, seal.attempt)
+        live = self.registry.tickets.get(seal.ticket_id)
+        if live is None and self._unclaimed(seal.ticket_id, now_ns):
+            self._seals[seal.ticket_id] = event
+            call_id, attempt = self._early.pop(seal.ticket_id, (0, 0))
+            if call_id:
+                self._reply(
+                    call_id, self._hand_over(event, self._hand_over_ns) if attempt == seal.attempt else Verdict.STALE
+                )
+            return
+        if live is None or live.ticket.attempt != seal.attempt or live.state not in HOLDS_LEASE:
+            node.release[key] = None
+            return
+        if self.registry.move(live, TicketEvent.SEALED, now_ns):
+            self.forecast.learn_prefill(live.ticket.num_prompt_tokens, now_ns - live.admitted_ns)
+            live.hand_over = self._hand_over(event, self._hand_over_ns)
+            self._refresh_prefill(live)
+            if live.wanted_by:
+                self._give_hand_over(live, now_ns)
+
+    def _refresh_prefill(self, live: Live) -> None:
+        prefill = self.registry.replicas.get(live.ticket.prefill or "")
+        if prefill is not None:
+            self.chooser.refresh(prefill)
+
+    def _opened(self, event: OpenedAt, now_ns: int) -> None:
+        opened = event.opened
+        live = self.registry.tickets.get(opened.ticket_id)
+        if live is None or live.ticket.attempt != opened.attempt or live.opened:
+            self._add("opened_absorbed")
+            return
+        live.opened = True
+        for verdict, count in opened.verdicts.items():
+            self._add(f"pages_{verdict}", count)
+        self._add("opened")
+        self._add("opened_seconds", opened.seconds)
+        self.registry.move(live, TicketEvent.OPENED if opened.ok else TicketEvent.OPEN_FAILED, now_ns)
+
+    def _lease_lost(self, event: LeaseLost, now_ns: int) -> None:
+        self._add("leases_lost")
+        live = self.registry.tickets.get(event.ticket_id)
+        early = (TicketState.ADMITTED, TicketState.PREFILLING, TicketState.SEALED)
+        if live is not None and live.ticket.attempt == event.attempt and live.state in early and live.lost is None:
+            live.hand_over = None
+            self._tell_lost(live, Role.PREFILL, live.ticket.prefill or "", event.reason, now_ns)
+
+    def _node_lost(self, node: Node, reason: str, now_ns: int) -> None:
+        """The node's staging is gone: whatever was sealed there and not opened is computed again."""
+        for ticket_id in sorted(self.registry.tickets):
+            live = self.registry.tickets[ticket_id]
+            here = (
+                live.hand_over.lease.node_id == node.status.node_id
+                if live.hand_over
+                else (live.prefill_at is not None and live.ticket.prefill_node == node.status.node_id)
+            )
+            if here and live.state is not TicketState.MOVING and live.lost is None:
+                live.hand_over = None
+                self._tell_lost(live, Role.PREFILL, live.ticket.prefill or "", reason, now_ns)
+
+    # -- losses and ends
+
+    def _lost(self, event: Lost, now_ns: int) -> None:
+        live = self.registry.tickets.get(event.ticket_id)
+        if live is None:
+            self._lost_unknown(event, now_ns)
+            return
+        if event.attempt < live.ticket.attempt or (live.decode_at is None and self._waits(live)):
+            self._reply_placed_or_wait(live, event.call_id)  # told twice
+            return
+        self._add(f"lost_{event.role}")
+        suspect = self.registry.replicas.get(event.replica_id)
+        if suspect is not None and not suspect.fenced:
+            suspect.stale = True  # counts as full until its next heartbeat
+            self.chooser.refresh(suspect)
+        if live.ticket.attempt >= ATTEMPTS_MAX:
+            self._close(live, Outcome.FAILED, now_ns)
+            self._reply(
+                event.call_id, Busy(reason=f"gave up after {ATTEMPTS_MAX} attempts: {event.reason}", retry_after_s=1)
+            )
+            return
+        self._retry(live, event, now_ns)
+
+    def _waits(self, live: Live) -> bool:
+        return any(waiting.ticket_id == live.ticket.ticket_id for waiting in self.room)
+
+    def _retry(self, live: Live, event: Lost, now_ns: int) -> None:
+        places = (live.decode_at, live.prefill_at)
+        for place in places:
+            if place is not None:
+                place.cancel[(live.ticket.ticket_id, live.ticket.attempt)] = CANCEL_REPEATS
+        self.registry.detach(live)
+        self.registry.release_lease(live)
+        for place in places:
+            if place is not None and not place.fenced:
+                self.chooser.refresh(place)
+        if live.wanted_by:
+            self._reply(live.wanted_by, Verdict.STALE)
+            live.wanted_by = 0
+        kind = TicketEvent.PREFILL_LOST if event.role is Role.PREFILL else TicketEvent.DECODE_LOST
+        if not self.registry.move(live, kind, now_ns):
+            self.registry.move(live, TicketEvent.DECODE_LOST, now_ns)
+        live.opened, live.lost = False, None
+        live.num_output_tokens = max(live.num_output_tokens, event.num_output_tokens)
+        exclude = dict.fromkeys((*live.request.exclude, event.replica_id) if event.replica_id else live.request.exclude)
+        live.request = msgspec.structs.replace(
+            live.request,
+            exclude=tuple(exclude),
+            num_output_tokens=live.num_output_tokens,
+            disaggregate=live.request.disaggregate and live.ticket.attempt < ALONE_AFTER,
+        )
+        # The old attempt is void from here on, also while the ticket waits for its new place.
+        live.ticket = msgspec.structs.replace(live.ticket, attempt=live.ticket.attempt + 1, epoch=self.epoch)
+        self._wait_again(live, event.call_id, now_ns)
+
+    def _wait_again(self, live: Live, call_id: CallId, now_ns: int) -> None:
+        generation = live.generation if live.num_output_tokens else None
+        until_ns = now_ns + self._queue_ns
+        waiting = Waiting(call_id, live.request, now_ns, until_ns, 0.0, live.ticket.ticket_id, generation)
+        self.room.put(waiting)
+        self._serve_room(now_ns)
+
+    def _again(self, live: Live, choice: Choice, call_id: CallId, now_ns: int) -> None:
+        """A ticket that lost its replica has a new place."""
+        live.ticket = self._ticket(live.ticket.ticket_id, live.ticket.attempt, live.request, choice)
+        self._place(live, choice, now_ns)
+        self._add("retried")
+        self._reply(call_id, live.ticket)
+
+    def _lost_unknown(self, event: Lost, now_ns: int) -> None:
+        outcome = self.registry.ended.get(event.ticket_id)
+        if event.request is None or outcome is not None or not self._unclaimed(event.ticket_id, now_ns):
+            ended = f"has ended as {outcome}" if outcome else "is not known here"
+            self._reply(event.call_id, Busy(reason=f"ticket {event.ticket_id} {ended}", retry_after_s=0))
+            return
+        ticket = Ticket(
+            ticket_id=event.ticket_id,
+            attempt=event.attempt,
+            request_id=event.request.request_id,
+            frontend_id=event.request.frontend_id,
+            epoch=epoch_of(event.ticket_id),
+            decode=event.replica_id if event.role is Role.DECODE else "",
+            num_prompt_tokens=event.request.num_prompt_tokens,
+        )
+        self._claim(Claim(ticket=ticket, request=event.request, num_output_tokens=event.num_output_tokens), now_ns)
+        if event.ticket_id in self.registry.tickets:
+            self._lost(event, now_ns)
+        else:
+            self._reply(event.call_id, Busy(reason="the request has another ticket", retry_after_s=0))
+
+    def _ended(self, event: Ended, now_ns: int) -> None:
+        live = self.registry.tickets.get(event.ticket_id)
+        if live is None:
+            self._add("ended_absorbed")
+            self.registry.ended.setdefault(event.ticket_id, event.outcome)
+            return
+        live.num_output_tokens = max(live.num_output_tokens, event.num_output_tokens)
+        if event.outcome is Outcome.DONE:
+            decode_ns = now_ns - live.changed_ns if live.state is TicketState.DECODING else 0
+            self.forecast.learn(live.request, event.num_output_tokens, decode_ns)
+        self._close(live, event.outcome, now_ns)
+
+    def _close(self, live: Live, outcome: Outcome, now_ns: int) -> None:
+        ticket = live.ticket
+        places = (live.decode_at, live.prefill_at)
+        if outcome is not Outcome.DONE:
+            for place in places:
+                if place is not None:
+                    place.cancel[(ticket.ticket_id, ticket.attempt)] = CANCEL_REPEATS
+        if live.wanted_by:
+            self._reply(live.wanted_by, Verdict.STALE)
+        for waiting in [w for w in self.room if w.ticket_id == ticket.ticket_id] if live.decode_at is None else ():
+            self.room.drop(waiting.call_id)
+            self._reply(waiting.call_id, Busy(reason="the request has ended", retry_after_s=0))
+        self.registry.close(live, outcome, OUTCOME_EVENT[outcome], now_ns)
+        self._add(str(outcome))
+        self._add("output_tokens", live.num_output_tokens)
+        self._add("prompt_tokens", live.request.num_prompt_tokens)
+        for place in places:
+            if place is not None and not place.fenced:
+                self.chooser.refresh(place)
+        self._serve_room(now_ns)
+
+    # -- frontends
+
+    def _frontend_beat(self, event: FrontendBeat, now_ns: int) -> None:
+        self.frontends[event.frontend_id] = now_ns
+        claimed = set(event.live_tickets)
+        for ticket_id in event.live_tickets:
+            outcome = self.registry.ended.get(ticket_id)
+            if outcome is not None and outcome is not Outcome.DONE:
+                reason = f"the controller has {outcome} it"
+                order = Order(kind="cancelled", ticket_id=ticket_id, attempt=ATTEMPTS_MAX, reason=reason)
+                self._out.append(ToFrontend(event.frontend_id, order))
+        for ticket_id in sorted(self.registry.by_frontend.get(event.frontend_id, set()) - claimed):
+            live = self.registry.tickets[ticket_id]
+            if now_ns - max(live.admitted_ns, live.changed_ns) >= self._stale_ns and not self._waits(live):
+                self._add("unclaimed_tickets")
+                self._close(live, Outcome.CANCELLED, now_ns)
+
+    def _adopt(self, event: Adopt, now_ns: int) -> None:
+        self.frontends[event.frontend_id] = now_ns
+        for claim in event.claims:
+            known = self.registry.tickets.get(claim.ticket.ticket_id)
+            if known is None:
+                self._claim(claim, now_ns)
+
+    def _claim(self, claim: Claim, now_ns: int) -> None:
+        """A live ticket of an older epoch comes back into the registry, in the state its frontend knows."""
+        ticket, request = claim.ticket, claim.request
+        ticket_id = ticket.ticket_id
+        request = msgspec.structs.replace(request, num_output_tokens=claim.num_output_tokens)
+        outcome = self.registry.ended.get(ticket_id)
+        if outcome is not None or (ticket.frontend_id, ticket.request_id) in self.registry.by_request:
+            reason = f"it has ended as {outcome}" if outcome else "its request has another ticket"
+            order = Order(kind="cancelled", ticket_id=ticket_id, attempt=ticket.attempt, reason=reason)
+            self._out.append(ToFrontend(ticket.frontend_id, order))
+            return
+        live = Live(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns + self._hand_over_ns)
+        live.num_output_tokens = claim.num_output_tokens
+        decode = self.registry.replicas.get(ticket.decode)
+        decode = decode if decode is not None and not decode.fenced else None
+        output = self.forecast.output_tokens(request)
+        block_tokens = decode.announcement.block_tokens if decode else self.spec.pools.decode.block_tokens
+        live.reserved = blocks_for(request, output, block_tokens)
+        live.growth = request.num_sequences * SECOND / (self.forecast.token_ns * block_tokens)
+        live.ends_ns = now_ns + int(self.forecast.token_ns * max(1, output - claim.num_output_tokens))
+        live.prefill_tokens = ticket.num_prompt_tokens
+        live.generation = decode.announcement.generation if decode else ""
+        self._add("claimed")
+        self.registry.open(live)
+        if claim.decoding or ticket.prefill is None:
+            self.registry.move(live, TicketEvent.DECODE_ALONE, now_ns)
+        self.registry.attach(live, decode, self.registry.replicas.get(ticket.prefill or ""))
+        if decode is None:
+            self._homeless.setdefault(ticket.decode, set()).add(ticket_id)
+        else:
+            self.chooser.refresh(decode)
+        sealed = self._seals.pop(ticket_id, None)
+        call_id, attempt = self._early.pop(ticket_id, (0, 0))
+        if call_id and attempt == ticket.attempt:
+            live.wanted_by = call_id
+        elif call_id:
+            self._reply(call_id, Verdict.STALE)
+        if sealed is not None:
+            node = self.registry.nodes[sealed.lease.node_id]
+            self._sealed(sealed, node, now_ns)
+
+    # -- time
+
+    def _tick(self, event: Tick, now_ns: int) -> None:
+        for replica in list(self.registry.replicas.values()):
+            self._watch(replica, now_ns)
+        for node in self.registry.nodes.values():
+            if not node.stale and now_ns - node.heard_ns >= self._fence_ns:
+                node.stale = True
+                self._node_lost(node, f"the transfer actor of {node.status.node_id} is silent", now_ns)
+        for frontend_id, heard_ns in list(self.frontends.items()):
+            if now_ns - heard_ns >= self._stale_ns:
+                self._frontend_silent(frontend_id, now_ns)
+        for waiting in self.room.expired(now_ns):
+            self._give_up_waiting(waiting, now_ns)
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            _, call_id, ticket_id = heapq.heappop(self._deadlines)
+            self._hand_over_late(call_id, ticket_id)
+        self._chase(now_ns)
+        self._end_rebuilding(now_ns)
+        self._serve_room(now_ns)
+        for decision in self.autoscaler.decide(self.registry, self.room, self.forecast, now_ns):
+            self._add(f"scale_{decision.pool}_{'up' if decision.target > decision.current else 'down'}")
+            self._out.append(Log(f"scale {decision.pool} {decision.current} -> {decision.target}: {decision.reason}"))
+            self._out.append(Scale(decision))
+
+    def _watch(self, replica: Replica, now_ns: int) -> None:
+        silent = now_ns - replica.heard_ns
+        if replica.fenced:
+            if silent >= FORGET_FENCED_NS:
+                del self.registry.replicas[replica.id]
+            return
+        if silent >= self._fence_ns:
+            replica.fenced = True
+            self._add("fenced")
+            self._drop_replica(replica, f"{replica.id} has been silent for {silent / SECOND:.1f} s", now_ns, keep=True)
+            return
+        if silent >= self._stale_ns and not replica.stale:
+            replica.stale = True
+            self.chooser.refresh(replica)
+        since = replica.draining_since_ns
+        if since and self._drain_ns is not None and now_ns - since >= self._drain_ns:
+            for ticket_id in sorted(replica.tickets):
+                live = self.registry.tickets[ticket_id]
+                if live.lost is None:
+                    self._order("move", live, replica.role, replica.id, f"{replica.id} is leaving", now_ns)
+
+    def _frontend_silent(self, frontend_id: str, now_ns: int) -> None:
+        del self.frontends[frontend_id]
+        tickets = sorted(self.registry.by_frontend.get(frontend_id, ()))
+        for waiting in [w for w in self.room if w.request.frontend_id == frontend_id]:
+            self._withdraw(Withdraw(waiting.call_id), now_ns)
+        for ticket_id in tickets:
+            if (live := self.registry.tickets.get(ticket_id)) is not None:
+                self._close(live, Outcome.CANCELLED, now_ns)
+        self._out.append(Log(f"frontend {frontend_id} is silent: {len(tickets)} tickets cancelled"))
+
+    def _give_up_waiting(self, waiting: Waiting, now_ns: int) -> None:
+        self.room.drop(waiting.call_id)
+        self._busy(waiting.call_id, f"no room on decode within {self.spec.admission.queue_wait_s:g} s", now_ns)
+        if waiting.ticket_id and (live := self.registry.tickets.get(waiting.ticket_id)) is not None:
+            self._close(live, Outcome.FAILED, now_ns)
+
+    def _hand_over_late(self, call_id: CallId, ticket_id: TicketId) -> None:
+        live = self.registry.tickets.get(ticket_id)
+        if live is not None and live.wanted_by == call_id:
+            live.wanted_by = 0
+            self._add("hand_over_late")
+            self._reply(call_id, Verdict.MISSING)
+        elif self._early.get(ticket_id, (0, 0))[0] == call_id:
+            del self._early[ticket_id]
+            self._reply(call_id, Verdict.MISSING)
+
+    def _chase(self, now_ns: int) -> None:
+        """Says again what a frontend has not acted on: an order may have been lost with a connection."""
+        for ticket_id, told_ns in list(self._told.items()):
+            live = self.registry.tickets.get(ticket_id)
+            if live is None or live.lost is None:
+                del self._told[ticket_id]
+            elif now_ns - told_ns >= ORDER_AGAIN_NS and not self._waits(live):
+                self._told[ticket_id] = now_ns
+                self._out.append(ToFrontend(live.ticket.frontend_id, live.lost))
+
+    def _end_rebuilding(self, now_ns: int) -> None:
+        if now_ns < self.rebuilding_until_ns or not (self._seals or self._early or self._homeless):
+            return
+        for sealed in self._seals.values():
+            if (node := self.registry.nodes.get(sealed.lease.node_id)) is not None:
+                node.release[(sealed.seal.ticket_id, sealed.seal.attempt)] = None
+        for call_id, _ in self._early.values():
+            self._reply(call_id, Verdict.STALE)
+        for replica_id, tickets in self._homeless.items():
+            for ticket_id in sorted(tickets):
+                live = self.registry.tickets.get(ticket_id)
+                if live is not None and live.decode_at is None and live.lost is None:
+                    self._tell_lost(live, Role.DECODE, replica_id, f"{replica_id} has not come back", now_ns)
+        self._seals.clear()
+        self._early.clear()
+        self._homeless.clear()
+
+    # -- scaling
+
+    def _scaled(self, event: Scaled, now_ns: int) -> None:
+        self.autoscaler.scaled(event, now_ns)
+        if not event.ok:
+            self._out.append(Log(f"scaling {event.pool} to {event.target} failed: {event.detail}"))
+
+    def _targets(self, event: Targets, now_ns: int) -> None:
+        self.autoscaler.targets = {Role.PREFILL: event.prefill, Role.DECODE: event.decode}

@@ -1,0 +1,294 @@
+"""Who holds what: replicas, nodes, live tickets with their seals and leases, and the tagged pages of every request.
+
+Pure bookkeeping. Every change goes through a method here, so that the conservation laws in `breaches` are about one
+file. Nothing in here decides anything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from actors.controller.pages import PageBook
+from actors.nouns import (
+    AdmitRequest,
+    Announcement,
+    HandOver,
+    Occupancy,
+    Order,
+    Outcome,
+    ReplicaId,
+    Role,
+    StagingStatus,
+    Ticket,
+    TicketId,
+)
+from actors.transfer.ticket import HOLDS_LEASE, TicketEvent, TicketState, step
+
+EPOCH_SHIFT: Final = 32  # ticket_id = epoch << 32 | counter: unique over restarts, fits a signed 64-bit integer
+ENDED_REMEMBERED: Final = 20_000
+# States in which the ticket's pages are (being) taken on decode, so that its heartbeat counts them.
+LANDED: Final = frozenset({TicketState.MOVING, TicketState.VERIFIED, TicketState.RECOMPUTING, TicketState.DECODING})
+PREFILL_WORK: Final = frozenset({TicketState.ADMITTED, TicketState.PREFILLING})
+
+
+def epoch_of(ticket_id: TicketId) -> int:
+    return ticket_id >> EPOCH_SHIFT
+
+
+@dataclass(slots=True)
+class Replica:
+    announcement: Announcement
+    joined_ns: int
+    heard_ns: int
+    occupancy: Occupancy
+    ready_ns: int = 0  # its first heartbeat that showed it idle or working; 0: none yet
+    draining_since_ns: int = 0
+    fenced: bool = False
+    stale: bool = False
+    reserved: int = 0  # blocks of all tickets placed here (decode)
+    landed: int = 0  # of these, blocks of tickets whose pages the heartbeat counts
+    unexplained: int = 0  # blocks held that no ticket here explains, at the last heartbeat
+    inflight_tokens: int = 0  # prompt tokens of tickets that prefill here
+    tickets: set[TicketId] = field(default_factory=set)
+    ends: list[tuple[int, TicketId]] = field(default_factory=list)  # expected ends, sorted (decode)
+    cancel: dict[tuple[TicketId, int], int] = field(default_factory=dict)  # to tell; how often still
+    counters: dict[str, float] = field(default_factory=dict)
+    book: PageBook = field(default_factory=PageBook)
+
+    @property
+    def id(self) -> ReplicaId:
+        return self.announcement.replica_id
+
+    @property
+    def role(self) -> Role:
+        return self.announcement.role
+
+    @property
+    def usable(self) -> bool:
+        return not (self.stale or self.fenced or self.draining_since_ns)
+
+    @property
+    def committed(self) -> int:
+        """Blocks that are spoken for: reservations, pages in doubt, and what only the replica knows of."""
+        return self.reserved + self.occupancy.blocks_quarantined + self.unexplained
+
+
+@dataclass(slots=True)
+class Node:
+    """A node's transfer actor as last heard."""
+
+    status: StagingStatus
+    heard_ns: int
+    release: dict[tuple[TicketId, int], None] = field(default_factory=dict)  # to tell with the next report
+    stale: bool = False
+    bytes_moved_before: int = 0  # by earlier lives of the transfer actor
+    tokens_moved_before: int = 0
+
+
+@dataclass(slots=True)
+class Live:
+    """A ticket that has not ended."""
+
+    ticket: Ticket
+    request: AdmitRequest
+    state: TicketState
+    admitted_ns: int
+    changed_ns: int
+    deadline_ns: int  # of the hand-over
+    generation: str = ""
+    reserved: int = 0  # blocks on decode at the expected end
+    growth: float = 0.0  # blocks a second while it decodes
+    ends_ns: int = 0  # expected end
+    prefill_tokens: int = 0  # counted on its prefill replica while it has that work
+    num_output_tokens: int = 0
+    hand_over: HandOver | None = None
+    wanted_by: int = 0  # call that waits for the hand-over; 0: nobody
+    decode_at: Replica | None = None  # None while it waits for a (new) decode replica
+    prefill_at: Replica | None = None  # only while prefill has work for it
+    lost: Order | None = None  # its frontend was asked to call `lost` for this attempt
+    opened: bool = False  # decode has reported on this attempt's pages
+
+    @property
+    def expiry(self) -> tuple[int, TicketId]:
+        return self.ends_ns, self.ticket.ticket_id
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.replicas: dict[ReplicaId, Replica] = {}
+        self.nodes: dict[str, Node] = {}
+        self.tickets: dict[TicketId, Live] = {}
+        self.by_request: dict[tuple[str, str], TicketId] = {}  # (frontend, request) -> ticket
+        self.by_frontend: dict[str, set[TicketId]] = {}
+        self.by_state: dict[TicketState, int] = dict.fromkeys(TicketState, 0)
+        self.ended: OrderedDict[TicketId, Outcome] = OrderedDict()
+        self.ended_requests: OrderedDict[tuple[str, str], TicketId] = OrderedDict()
+
+    # -- tickets
+
+    def open(self, live: Live) -> None:
+        """A new ticket, not placed yet."""
+        ticket = live.ticket
+        self.tickets[ticket.ticket_id] = live
+        self.by_request[(ticket.frontend_id, ticket.request_id)] = ticket.ticket_id
+        self.by_frontend.setdefault(ticket.frontend_id, set()).add(ticket.ticket_id)
+        self.by_state[live.state] += 1
+
+    def attach(self, live: Live, decode: Replica | None, prefill: Replica | None) -> None:
+        live.decode_at = decode
+        live.prefill_at = prefill if live.state in PREFILL_WORK else None
+        ticket_id = live.ticket.ticket_id
+        if decode is not None:
+            decode.tickets.add(ticket_id)
+            decode.reserved += live.reserved
+            decode.landed += live.reserved if live.state in LANDED else 0
+            insort(decode.ends, (live.ends_ns, ticket_id))
+        if live.prefill_at is not None:
+            live.prefill_at.tickets.add(ticket_id)
+            live.prefill_at.inflight_tokens += live.prefill_tokens
+
+    def detach(self, live: Live) -> None:
+        """Takes the ticket off its replicas; it stays live and waits for a new place."""
+        ticket_id = live.ticket.ticket_id
+        self._leave_prefill(live)
+        if (decode := live.decode_at) is not None:
+            decode.tickets.discard(ticket_id)
+            decode.reserved -= live.reserved
+            decode.landed -= live.reserved if live.state in LANDED else 0
+            at = bisect_left(decode.ends, (live.ends_ns, ticket_id))
+            del decode.ends[at]
+            live.decode_at = None
+
+    def _leave_prefill(self, live: Live) -> None:
+        if (prefill := live.prefill_at) is not None:
+            prefill.tickets.discard(live.ticket.ticket_id)
+            prefill.inflight_tokens -= live.prefill_tokens
+            live.prefill_at = None
+
+    def move(self, live: Live, event: TicketEvent, now_ns: int) -> bool:
+        """Takes the event through the ticket table; False when it is absorbed."""
+        following, meant = step(live.state, event)
+        if meant and following is not live.state:
+            if live.decode_at is not None:
+                live.decode_at.landed += live.reserved * ((following in LANDED) - (live.state in LANDED))
+            self.by_state[live.state] -= 1
+            self.by_state[following] += 1
+            live.state, live.changed_ns = following, now_ns
+            if following not in PREFILL_WORK:
+                self._leave_prefill(live)
+            if following not in HOLDS_LEASE:
+                self.release_lease(live)
+        return meant
+
+    def release_lease(self, live: Live) -> None:
+        """Tells the node that holds this attempt's bytes, if we know of one, that nobody wants them any more."""
+        if live.hand_over is not None:
+            lease = live.hand_over.lease
+            if (node := self.nodes.get(lease.node_id)) is not None:
+                node.release[(lease.ticket_id, lease.attempt)] = None
+            live.hand_over = None
+
+    def close(self, live: Live, outcome: Outcome, event: TicketEvent, now_ns: int) -> None:
+        self.detach(live)
+        self.move(live, event, now_ns)
+        ticket = live.ticket
+        key = (ticket.frontend_id, ticket.request_id)
+        self.by_state[live.state] -= 1  # ended tickets are counted by outcome, not kept
+        del self.tickets[ticket.ticket_id]
+        if self.by_request.get(key) == ticket.ticket_id:
+            del self.by_request[key]
+        owned = self.by_frontend[ticket.frontend_id]
+        owned.discard(ticket.ticket_id)
+        if not owned:
+            del self.by_frontend[ticket.frontend_id]
+        self.ended[ticket.ticket_id] = outcome
+        self.ended_requests[key] = ticket.ticket_id
+        while len(self.ended) > ENDED_REMEMBERED:
+            self.ended.popitem(last=False)
+        while len(self.ended_requests) > ENDED_REMEMBERED:
+            self.ended_requests.popitem(last=False)
+
+    def forecast(self, live: Live, reserved: int, ends_ns: int) -> None:
+        """A ticket outgrew what was reserved for it, or outlived its expected end."""
+        decode, prefill = live.decode_at, live.prefill_at
+        self.detach(live)
+        live.reserved, live.ends_ns = reserved, ends_ns
+        self.attach(live, decode, prefill)
+
+    # -- replicas
+
+    def remove(self, replica_id: ReplicaId) -> tuple[list[Live], list[Live]]:
+        """The replica is gone. Returns the live tickets it was decoding, and those it had prefill work for."""
+        replica = self.replicas.pop(replica_id)
+        decoding, prefilling = [], []
+        for ticket_id in sorted(replica.tickets):
+            live = self.tickets[ticket_id]
+            if live.decode_at is replica:
+                self.detach(live)
+                decoding.append(live)
+            else:
+                self._leave_prefill(live)
+                prefilling.append(live)
+        return decoding, prefilling
+
+    # -- laws
+
+    def breaches(self) -> list[str]:
+        """Broken conservation laws in plain words; empty when all hold."""
+        found: list[str] = []
+        sums: dict[int, list[int]] = {id(replica): [0, 0, 0] for replica in self.replicas.values()}
+        placed: dict[int, set[TicketId]] = {id(replica): set() for replica in self.replicas.values()}
+        states = dict.fromkeys(TicketState, 0)
+        for ticket_id, live in self.tickets.items():
+            ticket = live.ticket
+            states[live.state] += 1
+            if self.by_request.get((ticket.frontend_id, ticket.request_id)) != ticket_id:
+                found.append(f"ticket {ticket_id}: request {ticket.request_id!r} does not lead back to it")
+            if ticket_id not in self.by_frontend.get(ticket.frontend_id, ()):
+                found.append(f"ticket {ticket_id}: frontend {ticket.frontend_id!r} does not own it")
+            if live.hand_over is not None and live.state not in HOLDS_LEASE:
+                found.append(f"ticket {ticket_id} is {live.state} and still holds a lease")
+            if live.prefill_at is not None and live.state not in PREFILL_WORK:
+                found.append(f"ticket {ticket_id} is {live.state} and still counts as prefill work")
+            found += [
+                f"ticket {ticket_id} is placed on {replica.id}, which is gone"
+                for replica in (live.decode_at, live.prefill_at)
+                if replica is not None and id(replica) not in sums
+            ]
+            if live.decode_at is not None and (mine := sums.get(id(live.decode_at))) is not None:
+                mine[0] += live.reserved
+                mine[1] += live.reserved if live.state in LANDED else 0
+                placed[id(live.decode_at)].add(ticket_id)
+            if live.prefill_at is not None and (mine := sums.get(id(live.prefill_at))) is not None:
+                mine[2] += live.prefill_tokens
+                placed[id(live.prefill_at)].add(ticket_id)
+        for replica in self.replicas.values():
+            found += self._replica_breaches(replica, sums[id(replica)], placed[id(replica)])
+        if states != self.by_state:
+            found.append(f"tickets by state {states} are counted as {self.by_state}")
+        if len(self.by_request) != len(self.tickets):
+            found.append(f"{len(self.by_request)} requests lead to {len(self.tickets)} tickets")
+        return found
+
+    @staticmethod
+    def _replica_breaches(replica: Replica, sums: list[int], placed: set[TicketId]) -> list[str]:
+        name, seen = replica.id, replica.occupancy
+        have = (replica.reserved, replica.landed, replica.inflight_tokens)
+        found = [
+            f"{name}: {what} {mine}, its tickets add up to {theirs}"
+            for what, mine, theirs in zip(
+                ("reserved blocks", "landed blocks", "in-flight prompt tokens"), have, sums, strict=True
+            )
+            if mine != theirs
+        ]
+        if replica.tickets != placed:
+            found.append(f"{name}: tickets {sorted(replica.tickets ^ placed)} are on one side only")
+        if seen.blocks_free + seen.blocks_held + seen.blocks_quarantined != seen.blocks_total:
+            found.append(
+                f"{name}: free {seen.blocks_free} + held {seen.blocks_held} + quarantined "
+                f"{seen.blocks_quarantined} != total {seen.blocks_total}"
+            )
+        return found + replica.book.breaches(name, seen, replica.announcement.blocks_total)

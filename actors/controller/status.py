@@ -1,0 +1,152 @@
+"""What the controller knows, as JSON-ready values, for `pageferry status`, `GET /status` and the metrics. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actors.controller.forecast import SECOND
+from actors.controller.machine import Machine
+from actors.controller.registry import Replica
+from actors.nouns import Role
+from actors.transfer.ticket import LIVE
+
+
+def replica_state(replica: Replica) -> str:
+    if replica.fenced:
+        return "fenced"
+    if replica.draining_since_ns:
+        return "draining"
+    return "stale" if replica.stale else "ready" if replica.ready_ns else "starting"
+
+
+def _replica(replica: Replica, now_ns: int) -> dict[str, Any]:
+    facts, seen = replica.announcement, replica.occupancy
+    return {
+        "replica_id": replica.id,
+        "state": replica_state(replica),
+        "node_id": facts.node_id,
+        "incarnation": facts.incarnation,
+        "generation": facts.generation,
+        "blocks_total": seen.blocks_total,
+        "blocks_free": seen.blocks_free,
+        "blocks_held": seen.blocks_held,
+        "blocks_quarantined": seen.blocks_quarantined,
+        "blocks_reserved": replica.reserved,
+        "block_tokens": facts.block_tokens,
+        "running": seen.running,
+        "waiting": seen.waiting,
+        "waiting_prompt_tokens": seen.waiting_prompt_tokens,
+        "inflight_prompt_tokens": replica.inflight_tokens,
+        "tokens_per_s": seen.tokens_per_s,
+        "tickets": len(replica.tickets),
+        "heard_s_ago": round((now_ns - replica.heard_ns) / SECOND, 3),
+        "max_model_len": facts.max_model_len,
+        "layout": facts.layout,
+        "engine": facts.engine,
+        "counters": dict(replica.counters),
+    }
+
+
+def _total(machine: Machine, counter: str) -> float:
+    return sum(replica.counters.get(counter, 0) for replica in machine.registry.replicas.values())
+
+
+def status(machine: Machine, now_ns: int) -> dict[str, Any]:
+    registry, scaler = machine.registry, machine.autoscaler
+    pools: dict[str, Any] = {}
+    for role in Role:
+        members = sorted((r for r in registry.replicas.values() if r.role is role), key=lambda r: r.id)
+        spec = machine.spec.pools.decode if role is Role.DECODE else machine.spec.pools.prefill
+        pools[str(role)] = {
+            "target": scaler.targets[role],
+            "bounds": list(spec.bounds),
+            "scaling": scaler.reason(role) if machine.spec.scaling.mode != "off" else "off",
+            "replicas": [_replica(replica, now_ns) for replica in members],
+        }
+    nodes = registry.nodes.values()
+    return {
+        "epoch": machine.epoch,
+        "uptime_s": round((now_ns - machine.started_ns) / SECOND, 3),
+        "model": machine.spec.model.served_name,
+        "pools": pools,
+        "tickets": {
+            "in_flight": len(registry.tickets),
+            "by_state": {str(state): registry.by_state[state] for state in sorted(LIVE)},
+            "ended": {name: int(machine.counters.get(name, 0)) for name in ("done", "cancelled", "failed")},
+        },
+        "queue": {
+            "waiting": len(machine.room),
+            "max": machine.spec.admission.queue_max,
+            "oldest_s": round(max(((now_ns - w.since_ns) / SECOND for w in machine.room), default=0.0), 3),
+        },
+        "staging": {
+            "bytes_held": sum(node.status.bytes_held for node in nodes),
+            "bytes_max": sum(node.status.bytes_max for node in nodes),
+            "leases": sum(node.status.leases for node in nodes),
+            "breaches": [breach for node in nodes for breach in node.status.breaches],
+            "nodes": {
+                node_id: {"bytes_held": node.status.bytes_held, "bytes_max": node.status.bytes_max, "stale": node.stale}
+                for node_id, node in sorted(registry.nodes.items())
+            },
+        },
+        "ferry": {
+            "bytes_moved": sum(node.bytes_moved_before + node.status.bytes_moved for node in nodes),
+            "tokens_moved": sum(node.tokens_moved_before + node.status.tokens_moved for node in nodes),
+            "tokens_recomputed": int(machine.counters.get("recomputed_tokens", 0)),
+        },
+        "frontends": {name: round((now_ns - heard) / SECOND, 3) for name, heard in sorted(machine.frontends.items())},
+        "scaling": {
+            "mode": machine.spec.scaling.mode,
+            "decisions": [
+                {
+                    "s_ago": round((now_ns - when) / SECOND, 1),
+                    "pool": str(decision.pool),
+                    "current": decision.current,
+                    "target": decision.target,
+                    "reason": decision.reason,
+                }
+                for when, decision in scaler.decisions
+            ],
+        },
+        "counters": dict(sorted(machine.counters.items())),
+    }
+
+
+def audit(machine: Machine) -> dict[str, Any]:
+    """Every conservation law, checked now. `clean` is what tests and `pageferry status --audit` look at."""
+    registry = machine.registry
+    breaches = registry.breaches()
+    breaches += [
+        f"{replica.id} is {replica_state(replica)} and {'missing from' if replica.usable else 'still in'} the index"
+        for replica in registry.replicas.values()
+        if replica.usable != machine.chooser.indexed(replica)
+    ]
+    counts = machine.counters
+    opened = counts.get("admitted", 0) + counts.get("claimed", 0)
+    ended = sum(counts.get(name, 0) for name in ("done", "cancelled", "failed"))
+    if opened != ended + len(registry.tickets):
+        breaches.append(f"{opened:.0f} tickets opened, {ended:.0f} ended and {len(registry.tickets)} live")
+    breaches += [breach for node in registry.nodes.values() for breach in node.status.breaches]
+    return {
+        "clean": not breaches,
+        "breaches": breaches,
+        "tickets_live": len(registry.tickets),
+        "tickets_issued": int(counts.get("admitted", 0)),
+        "tickets_ended": int(ended),
+        "queue": len(machine.room),
+        "replicas": {
+            replica.id: {
+                "state": replica_state(replica),
+                "tickets": sorted(replica.tickets),
+                "blocks_reserved": replica.reserved,
+                "blocks_held": replica.occupancy.blocks_held,
+                "blocks_total": replica.occupancy.blocks_total,
+                "pages_known": len(replica.book.pages),
+            }
+            for replica in registry.replicas.values()
+        },
+        "staging": {
+            node_id: {"leases": node.status.leases, "bytes_held": node.status.bytes_held}
+            for node_id, node in sorted(registry.nodes.items())
+        },
+    }
