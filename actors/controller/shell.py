@@ -61,7 +61,7 @@ from actors.nouns import (
 )
 from cluster.spec import ClusterSpec
 
-NAME = "pageferry-controller"
+ACTOR_NAME = "pageferry-controller"
 NAMESPACE = "pageferry"
 DEPLOYMENTS = {Role.PREFILL: "Prefill", Role.DECODE: "Decode"}
 TICK_S = 0.1
@@ -321,7 +321,7 @@ def get_or_create(spec: ClusterSpec) -> Any:
     return (
         ray.remote(Controller)
         .options(
-            name=NAME,
+            name=ACTOR_NAME,
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
