@@ -65,6 +65,7 @@ class KVTransfer:
         self._opening: dict[Key, list[Opened]] = {}
         self._links: dict[str, asyncio.StreamWriter] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._server: asyncio.Server | None = None
         self._orphan_since = 0.0
         folder = Path(tempfile.gettempdir()) / f"pageferry-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -76,7 +77,7 @@ class KVTransfer:
         """Idempotent; returns what a replica must know to tell its worker halves."""
         if not self._tasks:
             Path(self.socket_path).unlink(missing_ok=True)
-            await asyncio.start_unix_server(self._serve, self.socket_path)
+            self._server = await asyncio.start_unix_server(self._serve, self.socket_path)
             os.chmod(self.socket_path, 0o600)
             self._tasks = [asyncio.create_task(self._report_loop()), asyncio.create_task(self._expire_loop())]
         return {"socket": self.socket_path, "segment": self.segment, "node_id": self.node_id}
@@ -191,8 +192,8 @@ class KVTransfer:
                     await self._on_message(engine, message)
                 else:
                     raise ChannelError("the first message must be Hello")
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the peer has gone, or this actor is going
         except ChannelError as error:
             logger.error("engine %s: %s; connection closed", engine or "unknown", error)
         finally:
@@ -322,7 +323,13 @@ class KVTransfer:
                     self._room.notify_all()
 
     async def close(self) -> None:
-        """Unlinks the segment and the socket; the actor is about to be killed."""
+        """Ends the loops and unlinks the segment and the socket."""
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
+        for writer in list(self._links.values()):
+            writer.close()
         self._close()
 
     def _close(self) -> None:

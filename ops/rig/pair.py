@@ -286,8 +286,6 @@ class EnginePair:
         for host in (self.prefill, self.decode):
             if host is not None:
                 host.shutdown()
-        for task in self.transfer._tasks:
-            task.cancel()
         await self.transfer.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -35,11 +34,6 @@ def pair_spec(**overrides: Any) -> ClusterSpec:
             node = node.setdefault(key, {})
         node[last] = value
     return ClusterSpec.parse(tree)
-
-
-@pytest.fixture(scope="session")
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    return asyncio.DefaultEventLoopPolicy()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -1,0 +1,178 @@
+"""For the same K and V, the pages decode holds after a hand-over are those its own cache writer would have written.
+
+1. Every length round the page size, scales other than 1.0, in several chunks: byte for byte.
+2. A page that was changed on the way is not written, and the others are.
+3. A proof for another layout opens nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+
+from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
+from actors.engine.orders import OpenOrder, SealOrder
+from actors.engine.worker_half import WorkerHalf
+from actors.nouns import HandOver, Lease, Role, Sealed, Verdict
+from actors.transfer.shell import KVTransfer
+from ops.rig.pair import LocalHandle, Notary
+
+current_platform.import_kernels()
+
+LAYERS, HEADS, HEAD_DIM, BLOCK, BLOCKS = 3, 3, 64, 32, 24
+POISON = 0xAA
+
+
+class Backend:
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+
+def attention_layer() -> Any:
+    """The attributes of a vLLM attention layer that say how its cache is written."""
+    return SimpleNamespace(
+        attn_backend=Backend,
+        isa="vec",
+        _k_scale=torch.tensor(1.0),
+        _v_scale=torch.tensor(1.0),
+        _k_scale_float=1.0,
+        _v_scale_float=1.0,
+    )
+
+
+def write(
+    cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: str, ks: float, vs: float
+) -> None:
+    """vLLM's own CPU cache writer."""
+    key, value = cache.view(cache.shape[0], HEADS, BLOCK * 2, -1).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(k, v, key, value, slots, "vec", k_scale=ks, v_scale=vs, kv_cache_dtype=kv)
+
+
+class Bench:
+    """Two worker halves and a real transfer actor's code between them."""
+
+    def __init__(self, scales: tuple[float, float]) -> None:
+        self.notary = Notary()
+        self.transfer = KVTransfer(uuid.uuid4().hex, 8 << 20, 30.0, "")
+        self.transfer._controller = LocalHandle(self.notary)
+        self.scales = scales
+        shape = (BLOCKS, HEADS, BLOCK, 2 * HEAD_DIM)
+        self.source = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
+        self.target = [torch.full(shape, POISON, dtype=torch.uint8) for _ in range(LAYERS)]
+
+    async def __aenter__(self) -> Bench:
+        path = (await self.transfer.start())["socket"]
+        self.prefill = await asyncio.to_thread(WorkerHalf, "p", Role.PREFILL, 0, 1, path)
+        self.decode = await asyncio.to_thread(WorkerHalf, "d", Role.DECODE, 0, 1, path)
+        names = [f"layer{i}" for i in range(LAYERS)]
+        layers = {name: attention_layer() for name in names}
+        self.prefill.register(dict(zip(names, self.source)), layers, "auto", (1.0, 1.0))
+        layers = {name: attention_layer() for name in names}
+        self.decode.register(dict(zip(names, self.target)), layers, "fp8_e4m3", self.scales)
+        assert self.decode.layout is not None and self.decode.layout.k_scales == pytest.approx((self.scales[0],))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.prefill.close()
+        self.decode.close()
+        await self.transfer.close()
+
+    async def seal(self, ticket: int, num_tokens: int, block_ids: list[int], chunk_pages: int) -> Sealed:
+        layout = self.decode.layout
+        assert layout is not None
+        num_bytes = len(block_ids) * layout.page_bytes
+        lease = await self.transfer.lease(ticket, 1, num_bytes, ["p#0"], 1.0)
+        assert isinstance(lease, Lease)
+        order = SealOrder(ticket_id=ticket, attempt=1, num_tokens=num_tokens, wire_layout=layout.to_dict(), lease=lease)
+        for first in range(0, len(block_ids), chunk_pages):
+            ids = block_ids[first : first + chunk_pages]
+            job = SealJob(order, ids, first, last=first + len(ids) == len(block_ids))
+            await asyncio.to_thread(self.prefill.seal, FerryMetadata(seals=[job]))
+        return await asyncio.wait_for(self.notary.seal_of((ticket, 1)), 5)
+
+    async def open(self, sealed: Sealed, block_ids: list[int]) -> dict[Verdict, int]:
+        seal = sealed.seal
+        hand_over = HandOver(
+            ticket_id=seal.ticket_id, attempt=seal.attempt, seal=seal, lease=sealed.lease, deadline_s=5.0
+        )
+        assert isinstance(await self.transfer.begin_read(hand_over, ["d#0"]), Lease)
+        job = OpenJob("r", OpenOrder(hand_over=hand_over), block_ids, 0, seal.num_tokens)
+        self.decode.start_opening(FerryMetadata(opens=[job]))
+        for _ in range(500):
+            if self.decode.landed(empty_step=True)[0]:
+                break
+            await asyncio.sleep(0.005)
+        for _ in range(500):
+            if (key := (seal.ticket_id, seal.attempt)) in self.notary.opened:
+                return dict(self.notary.opened[key].verdicts)
+            await asyncio.sleep(0.005)
+        raise AssertionError("opening was never reported")
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.013), (3.0, 0.7)])
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 63, 64, 65, 200])
+async def test_pages_are_what_decode_would_have_written(num_tokens: int, scales: tuple[float, float]) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    num_pages = -(-num_tokens // BLOCK)
+    source_ids = torch.randperm(BLOCKS, generator=generator)[:num_pages].tolist()
+    target_ids = torch.randperm(BLOCKS, generator=generator)[:num_pages].tolist()
+    expected = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.uint8) for _ in range(LAYERS)]
+    async with Bench(scales) as bench:
+        for layer in range(LAYERS):
+            k, v = (torch.randn(num_tokens, HEADS, HEAD_DIM, generator=generator) * 4 for _ in range(2))
+            k[0, 0, :4] = torch.tensor([1e4, -1e4, 0.0, 2.0**-12])
+            k, v = k.bfloat16(), v.bfloat16()
+            positions = torch.arange(num_tokens)
+            for cache, ids, kv in ((bench.source[layer], source_ids, "auto"), (expected[layer], target_ids, "fp8")):
+                slots = torch.tensor(ids)[positions // BLOCK] * BLOCK + positions % BLOCK
+                write(cache, k, v, slots, kv, *(scales if kv == "fp8" else (1.0, 1.0)))
+        sealed = await bench.seal(7, num_tokens, source_ids, chunk_pages=2)
+        assert await bench.open(sealed, target_ids) == {Verdict.OK: num_pages}
+        for layer in range(LAYERS):
+            assert torch.equal(bench.target[layer][target_ids], expected[layer][target_ids])
+            others = [i for i in range(BLOCKS) if i not in target_ids]
+            assert (bench.target[layer][others] == POISON).all(), "a page of somebody else was written"
+        assert len(bench.transfer.staging) == 0 and bench.transfer.staging.breaches() == []
+
+
+async def test_a_changed_page_is_not_written() -> None:
+    ids = [3, 9, 11, 4]
+    async with Bench((0.5, 0.25)) as bench:
+        for layer in range(LAYERS):
+            bench.source[layer].normal_()
+        sealed = await bench.seal(8, 4 * BLOCK, ids, chunk_pages=4)
+        layout = bench.decode.layout
+        assert layout is not None
+        bench.transfer._memory[sealed.lease.offset + 2 * layout.page_bytes + 77] ^= 0x10
+        assert await bench.open(sealed, ids) == {Verdict.OK: 3, Verdict.MISMATCH: 1}
+        for layer in range(LAYERS):
+            assert (bench.target[layer][ids[2]] == POISON).all()
+            assert not (bench.target[layer][ids[1]] == POISON).all()
+
+
+async def test_a_proof_of_another_layout_opens_nothing() -> None:
+    ids = [1, 2]
+    async with Bench((0.5, 0.25)) as bench:
+        for layer in range(LAYERS):
+            bench.source[layer].normal_()
+        sealed = await bench.seal(9, 2 * BLOCK, ids, chunk_pages=1)
+        foreign = Sealed(
+            lease=sealed.lease,
+            seal=type(sealed.seal)(
+                ticket_id=9,
+                attempt=1,
+                layout_fingerprint="0" * 32,
+                num_tokens=sealed.seal.num_tokens,
+                digests=sealed.seal.digests,
+            ),
+        )
+        assert await bench.open(foreign, ids) == {Verdict.WRONG_LAYOUT: 2}
+        assert all((bench.target[layer] == POISON).all() for layer in range(LAYERS))
