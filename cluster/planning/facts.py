@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -72,12 +73,12 @@ def known_gpus() -> list[str]:
 def gpu(name: str, hbm_gib: float | None = None, hbm_tb_s: float | None = None, tflops: float | None = None) -> Gpu:
     """The GPU `name` with what the caller knows better put in.
 
+    `name` may be the driver's, such as "NVIDIA H100 80GB HBM3".
     An unknown name is allowed only with `hbm_gib` and `hbm_tb_s`, since nothing may be guessed about it.
     """
-    table = {key.lower(): key for key in facts()["gpus"]}
     if name.lower() == CPU.lower():
         found = _CPU
-    elif key := table.get(name.lower()):
+    elif key := _gpu_key(name):
         found = Gpu(name=key, **facts()["gpus"][key])
     elif hbm_gib and hbm_tb_s:
         found = Gpu(name, hbm_gib, hbm_tb_s, bf16_tflops=tflops or 0.0, fp8_tflops=0.0, link_gb_s=32.0)
@@ -96,6 +97,11 @@ def gpu(name: str, hbm_gib: float | None = None, hbm_tb_s: float | None = None, 
         # A peak given by hand stands for every format: nothing is known about its FP8 units.
         fp8_tflops=found.fp8_tflops if tflops is None else 0.0,
     )
+
+
+def _gpu_key(name: str) -> str | None:
+    words = set(re.split(r"[-\s]+", name.lower()))
+    return next((key for key in facts()["gpus"] if set(re.split(r"[-\s]+", key.lower())) <= words), None)
 
 
 def model_config(model: str) -> tuple[str, dict[str, Any], Path | None]:

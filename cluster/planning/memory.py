@@ -213,7 +213,7 @@ class PoolPlan:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why this cannot run as asked; empty when it fits."""
-        s, found = self.settings, []
+        s, found = self.settings, _cpu_problems(self.arch, self.settings)
         if s.context > self.arch.context:
             found.append(
                 f"context {s.context:,} is above the {self.arch.context:,} tokens {self.arch.name} was made for"
@@ -234,6 +234,20 @@ class PoolPlan:
     @property
     def fits(self) -> bool:
         return not self.problems
+
+
+def _cpu_problems(arch: Architecture, settings: PoolSettings) -> list[str]:
+    """What vLLM 0.32's CPU build does not run, whatever the memory."""
+    if not settings.gpu.is_cpu:
+        return []
+    found = []
+    if arch.dsa:
+        found.append(f"{arch.name} has sparse attention, which the CPU build does not run")
+    elif arch.mla and settings.kv != "bf16":
+        found.append("kv fp8 with MLA: the CPU build wants a BF16 latent cache")
+    if settings.weights.name == "fp8":
+        found.append("weights fp8 in blocks do not run on the CPU build: use bf16 or int4")
+    return found
 
 
 def activation_bytes(arch: Architecture, settings: PoolSettings) -> int:

@@ -8,6 +8,7 @@ all `tp * dp` ranks: each expert's width by default, whole experts with `ep`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cluster.planning.architecture import Architecture
 from cluster.planning.facts import PlanError
@@ -123,7 +124,8 @@ class Held:
         return sum(self.by_kind.values()) + self.absorbed
 
 
-def held_weights(arch: Architecture, weights: WeightFormat, parallel: Parallel, mtp: bool) -> list[Held]:
+@lru_cache(maxsize=256)
+def held_weights(arch: Architecture, weights: WeightFormat, parallel: Parallel, mtp: bool) -> tuple[Held, ...]:
     """What a GPU of each pipeline stage holds once the engine has loaded the weights.
 
     `mtp`: the multi-token-prediction layers are loaded too (speculative decoding), on the last stage.
@@ -144,7 +146,7 @@ def held_weights(arch: Architecture, weights: WeightFormat, parallel: Parallel, 
     absorbed = [_absorbed_bytes(arch, parallel.tp) * len(part) for part in split]
     if mtp:
         absorbed[last] += _absorbed_bytes(arch, parallel.tp) * arch.mtp_layers
-    return [Held(*entry) for entry in zip(by_kind, replicated, absorbed)]
+    return tuple(Held(*entry) for entry in zip(by_kind, replicated, absorbed))
 
 
 def _ranks(tensor: Tensor, arch: Architecture, owner: dict[int, int], last: int) -> list[int]:

@@ -1,0 +1,359 @@
+"""`pageferry plan`: what fits, how fast it will be, what it costs, before any GPU is bought."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.planning import render
+from cluster.planning.architecture import architecture
+from cluster.planning.checkpoint import stored
+from cluster.planning.compare import TOLERANCE, compare_status
+from cluster.planning.facts import (
+    CPU,
+    Gpu,
+    PlanError,
+    gpu,
+    known_gpus,
+    known_models,
+    model_config,
+    model_notes,
+    native_weights,
+)
+from cluster.planning.fits import nearest_that_fits
+from cluster.planning.formats import INT4_MODULES, KV, WEIGHTS, kv_format, weight_format
+from cluster.planning.from_spec import plan_spec
+from cluster.planning.memory import (
+    BLOCK_TOKENS,
+    RUNTIME_GIB,
+    UTILIZATION,
+    PoolPlan,
+    PoolSettings,
+    implied_reserve,
+    plan_pool,
+)
+from cluster.planning.published import published_rows
+from cluster.planning.report import explain_pool, explain_service, fits_report, pool_report, service_report
+from cluster.planning.roofline import Constants
+from cluster.planning.service import ServicePlan, Split, Workload
+from cluster.planning.sharding import Parallel
+from cluster.spec import ClusterSpec, SpecError
+
+STATUS_TIMEOUT_S = 10.0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="pageferry plan", description=__doc__)
+    p.add_argument("model", nargs="?", help=f"{', '.join(known_models())}, or a Hugging Face folder or config.json")
+    p.add_argument("--topology", metavar="FILE", help="plan the pools of a topology file instead")
+    p.add_argument("--published", action="store_true", help="the planner against published figures")
+    pool = p.add_argument_group("decode pool (and prefill, unless given below)")
+    pool.add_argument("--gpu", default=None, help=f"{', '.join(known_gpus())} (default H200)")
+    pool.add_argument("--gpu-hbm-gib", type=float, help="memory of one GPU as the driver shows it")
+    pool.add_argument("--gpu-tb-s", type=float, help="memory bandwidth of one GPU, TB/s")
+    pool.add_argument("--gpu-tflops", type=float, help="dense BF16 peak of one GPU, TFLOP/s")
+    pool.add_argument("--count", type=int, help="GPUs of the pool (default: one replica)")
+    pool.add_argument("--tp", type=int, default=1)
+    pool.add_argument("--pp", type=int, default=1)
+    pool.add_argument("--dp-attention", type=int, default=1, metavar="N", help="data-parallel attention ranks")
+    pool.add_argument("--ep", action="store_true", help="whole experts on ranks, not slices of each")
+    pool.add_argument("--weights", default="auto", help=f"auto (as published), {', '.join(WEIGHTS)}")
+    pool.add_argument("--kv", default="bf16", help=", ".join(KV))
+    pool.add_argument("--int4-group", type=int, help="inputs that share a scale (default 32)")
+    pool.add_argument("--int4-modules", help=f"{', '.join(INT4_MODULES)} (default: experts, or linear without any)")
+    pool.add_argument("--int4-rest", default="bf16", help="bf16 or fp8 for the other linear layers")
+    pool.add_argument("--context", type=int, help="tokens of one request (default: --input + --output)")
+    pool.add_argument("--concurrency", type=int, default=1, help="requests that must fit at once")
+    pool.add_argument("--utilization", type=float, default=UTILIZATION, help="share of HBM the engine may use")
+    pool.add_argument("--activation-gib", type=float, help="forward pass on a GPU (default: estimated)")
+    pool.add_argument("--runtime-gib", type=float, default=RUNTIME_GIB, help="CUDA, NCCL and graphs on a GPU")
+    pool.add_argument("--kv-space-gib", type=float, help="KV space given outright (needed for --gpu CPU)")
+    pool.add_argument("--extra-weights-gib", type=float, default=0.0, help="on every GPU, beyond the config")
+    pool.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS)
+    pool.add_argument("--batched-tokens", type=int, default=8192)
+    pool.add_argument("--sequences", type=int, default=256)
+    pool.add_argument("--mtp", action="store_true", help="load the multi-token-prediction layers")
+    pre = p.add_argument_group("prefill pool")
+    pre.add_argument("--prefill-gpu")
+    pre.add_argument("--prefill-tp", type=int)
+    pre.add_argument("--prefill-pp", type=int)
+    pre.add_argument("--prefill-weights", help="default: as --weights")
+    pre.add_argument("--prefill-kv", default="bf16")
+    work = p.add_argument_group("workload")
+    work.add_argument("--input", type=int, default=8192, help="prompt tokens a request")
+    work.add_argument("--output", type=int, default=1000, help="answer tokens a request")
+    work.add_argument("--rate", type=float, help="requests a second (default: what the GPUs do)")
+    work.add_argument("--tpot-ms", type=float, help="slowest time a token that is acceptable")
+    work.add_argument("--total-gpus", type=int, help="GPUs to split between prefill and decode")
+    work.add_argument("--gpu-price", type=float, help="per GPU and hour")
+    work.add_argument("--link-gb-s", type=float, default=50.0, help="between nodes, GB/s a GPU")
+    work.add_argument("--lease-s", type=float, default=60.0)
+    const = p.add_argument_group("constants of the roofline (see --explain)")
+    const.add_argument("--layer-overhead-us", type=float, default=Constants().layer_overhead_us)
+    const.add_argument("--prefill-efficiency", type=float, default=Constants().prefill_efficiency)
+    const.add_argument("--memory-efficiency", type=float, default=Constants().memory_efficiency)
+    out = p.add_argument_group("output")
+    out.add_argument("--json", action="store_true")
+    out.add_argument("--explain", action="store_true", help="the formula of every figure, numbers put in")
+    out.add_argument("--picture", type=Path, metavar="FILE.png")
+    out.add_argument("--implied-by", type=int, metavar="TOKENS", help="the reserve that a known KV capacity implies")
+    out.add_argument("--check", metavar="URL", help="compare a running service (or a saved /status) with the plan")
+    out.add_argument("--tolerance", type=float, default=TOLERANCE)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0: planned and it fits (or the check agrees). 1: it does not. 2: the arguments are wrong."""
+    args = parser().parse_args(argv)
+    try:
+        if args.published:
+            return _published(args)
+        if args.topology:
+            return _topology(args)
+        if not args.model:
+            raise PlanError(f"name a model: {', '.join(known_models())}, or the path of a Hugging Face config")
+        return _model(args)
+    except (PlanError, SpecError) as error:
+        print(f"pageferry plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _published(args: argparse.Namespace) -> int:
+    rows = published_rows()
+    if args.json:
+        _print_json(
+            [
+                {
+                    "what": r.what,
+                    "published": r.published,
+                    "planned": r.planned,
+                    "unit": r.unit,
+                    "off": r.off,
+                    "why": r.why,
+                }
+                for r in rows
+            ]
+        )
+    else:
+        render.console().print(render.published_table(rows))
+    return 0
+
+
+def _topology(args: argparse.Namespace) -> int:
+    spec = ClusterSpec.load(args.topology)
+    device = _device(args, args.gpu) if args.gpu else None
+    plans = plan_spec(spec, device)
+    if not plans:
+        raise PlanError(f"{args.topology}: no pool has a known memory; set kv_cache_gib on CPU pools")
+    if args.check:
+        return _check(args, plans)
+    return _show(args, plans, None, None, [])
+
+
+def _model(args: argparse.Namespace) -> int:
+    decode, notes = _pool(args, args.gpu, args.tp, args.pp, args.weights, args.kv, args.count)
+    prefill, more = _pool(
+        args,
+        args.prefill_gpu or args.gpu,
+        args.tp if args.prefill_tp is None else args.prefill_tp,
+        args.pp if args.prefill_pp is None else args.prefill_pp,
+        args.prefill_weights or args.weights,
+        args.prefill_kv,
+        None,
+    )
+    # Prompts leave a prefill replica once sealed; only one has to fit.
+    prefill = plan_pool(prefill.arch, replace(prefill.settings, concurrency=1))
+    notes += [note for note in more if note not in notes]
+    plans = {"prefill": prefill, "decode": decode}
+    if args.check:
+        return _check(args, plans)
+    service, split = _service(args, prefill, decode, notes)
+    return _show(args, plans, service, split, notes)
+
+
+def _device(args: argparse.Namespace, name: str | None) -> Gpu:
+    return gpu(name or "H200", args.gpu_hbm_gib, args.gpu_tb_s, args.gpu_tflops)
+
+
+def _pool(
+    args: argparse.Namespace, device: str | None, tp: int, pp: int, weights: str, kv: str, count: int | None
+) -> tuple[PoolPlan, list[str]]:
+    name, config, folder = model_config(args.model)
+    arch = architecture(config, name)
+    notes = model_notes(name)
+    if isinstance(config.get("vision_config"), dict):
+        notes.append("vision tower not counted: text serving; add it with --extra-weights-gib")
+    disk = stored(folder) if folder else None
+    if disk and arch.mtp_layers and not disk.has_layer(arch.layers):
+        arch = disk.without_mtp(arch)
+    parallel = Parallel(tp, pp, args.dp_attention, args.ep)
+    gpus = parallel.gpus if count is None else count
+    if gpus < 1 or parallel.gpus < 1 or gpus % parallel.gpus:
+        raise PlanError(
+            f"count {gpus} GPUs is not a multiple of the {parallel.gpus} of a replica ({parallel.describe()})"
+        )
+    chosen = _device(args, device)
+    settings = PoolSettings(
+        gpu=chosen,
+        weights=weight_format(
+            weights,
+            arch,
+            config,
+            group=args.int4_group,
+            int4_modules=args.int4_modules,
+            rest=args.int4_rest,
+            native=native_weights(name),
+        ),
+        kv=kv_format(kv, arch),
+        parallel=parallel,
+        replicas=gpus // parallel.gpus,
+        block_tokens=args.block_tokens,
+        context=args.context or min(args.input + args.output, arch.context),
+        concurrency=args.concurrency,
+        utilization=args.utilization,
+        activation_gib=args.activation_gib,
+        runtime_gib=args.runtime_gib,
+        kv_space_gib=args.kv_space_gib,
+        batched_tokens=args.batched_tokens,
+        sequences=args.sequences,
+        mtp=args.mtp,
+        extra_weights_gib=args.extra_weights_gib,
+    )
+    plan = plan_pool(arch, settings)
+    if disk and settings.weights == weight_format("auto", arch, config, native=native_weights(name)):
+        notes.append(disk.describe(plan.checkpoint_bytes))
+    if settings.kv == "fp8_ds_mla" and kv.lower() != "fp8_ds_mla":
+        notes.append("kv fp8 of sparse MLA is stored as fp8_ds_mla, 656 B a row; fp8_uniform is 576 B")
+    if chosen.name == CPU:
+        notes.append("CPU rates are rough unless --gpu-tb-s, --gpu-tflops and the constants are measured ones")
+    return plan, notes
+
+
+def _service(
+    args: argparse.Namespace, prefill: PoolPlan, decode: PoolPlan, notes: list[str]
+) -> tuple[ServicePlan | None, Split | None]:
+    """The pair under the workload. What cannot be served becomes a note: the memory tables are still of use."""
+    constants = Constants(args.layer_overhead_us, args.prefill_efficiency, args.memory_efficiency)
+    work = Workload(args.input, args.output, args.rate, args.tpot_ms, args.lease_s, args.link_gb_s, args.gpu_price)
+    try:
+        service = ServicePlan(prefill, decode, work, constants, constants)
+        return service, service.recommend(args.total_gpus)
+    except PlanError as error:
+        if args.total_gpus is not None and decode.fits and prefill.fits:
+            raise
+        notes.append(f"no split: {error}")
+        return None, None
+
+
+def _show(
+    args: argparse.Namespace,
+    plans: dict[str, PoolPlan],
+    service: ServicePlan | None,
+    split: Split | None,
+    notes: list[str],
+) -> int:
+    if args.picture:
+        from cluster.planning.picture import draw
+
+        draw(args.picture, plans, service)
+    main_plan = plans.get("decode") or next(iter(plans.values()))
+    implied = implied_reserve(main_plan, args.implied_by) if args.implied_by else None
+    if args.json:
+        tree: dict[str, Any] = pool_report(main_plan)
+        tree["pools"] = {name: pool_report(plan) for name, plan in plans.items()}
+        tree |= (
+            service_report(service, split)
+            if service
+            else dict.fromkeys(("workload", "roofline", "transfer", "split", "cost"))
+        )
+        tree["nearest_that_fits"] = {name: fits_report(plan) for name, plan in plans.items() if not plan.fits}
+        tree["implied_reserve"] = implied and {"reserve_gib": implied[0], "utilization": implied[1]}
+        if args.explain:
+            tree["explain"] = {
+                name: [[f.name, f.numbers, f.result] for f in explain_pool(plan)] for name, plan in plans.items()
+            }
+        tree["notes"] = notes
+        _print_json(tree)
+    else:
+        _print_tables(args, plans, service, split, notes)
+        if implied:
+            print(
+                f"\n{args.implied_by:,} KV tokens on a replica leave {implied[0]:.1f} GiB a GPU for everything else: "
+                f"weights and KV are {implied[1]:.1%} of HBM"
+            )
+    return 0 if all(plan.fits for plan in plans.values()) else 1
+
+
+def _print_tables(
+    args: argparse.Namespace,
+    plans: dict[str, PoolPlan],
+    service: ServicePlan | None,
+    split: Split | None,
+    notes: list[str],
+) -> None:
+    console = render.console()
+    console.print(render.pools_table(plans))
+    for line in render.bar_lines(plans):
+        console.print(line)
+    if service:
+        for table in render.service_tables(service_report(service, split)):
+            console.print(table)
+    if args.explain:
+        for name, plan in plans.items():
+            console.print(render.formulas_table(f"{name}: memory", explain_pool(plan)))
+        if service:
+            console.print(render.formulas_table("time, transfer, cost", explain_service(service, split)))
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
+    for name, plan in plans.items():
+        if not plan.fits:
+            console.print(f"[red]{name} does not fit[/]: {'; '.join(plan.problems)}")
+            for line in render.alternatives_lines(nearest_that_fits(plan)):
+                console.print(line)
+    if args.picture:
+        console.print(f"picture: {args.picture}", markup=False)
+
+
+def _check(args: argparse.Namespace, plans: dict[str, PoolPlan]) -> int:
+    rows = compare_status(_status(args.check), plans, args.tolerance)
+    if args.json:
+        _print_json(
+            [
+                {"where": r.where, "what": r.what, "planned": r.planned, "real": r.real, "off": r.off, "ok": r.ok}
+                for r in rows
+            ]
+        )
+    else:
+        render.console().print(render.check_table(rows))
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def _status(where: str) -> dict[str, Any]:
+    """The `/status` document of a service address, or of a file that holds one."""
+    try:
+        if where.startswith(("http://", "https://")):
+            url = where if where.rstrip("/").endswith("/status") else where.rstrip("/") + "/status"
+            with urllib.request.urlopen(url, timeout=STATUS_TIMEOUT_S) as answer:
+                text = answer.read()
+        else:
+            text = Path(where).read_bytes()
+        tree = json.loads(text)
+    except (OSError, urllib.error.URLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"no status from {where}: {error}") from None
+    if not isinstance(tree, dict):
+        raise PlanError(f"the status from {where} is {type(tree).__name__}, not an object")
+    return tree
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
