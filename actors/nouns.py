@@ -230,6 +230,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class FrontendReply(msgspec.Struct, frozen=True, kw_only=True):
+    """`known` False asks for `Controller.adopt` with a `Claim` for every live ticket: the controller is a new one."""
+
+    epoch: int
+    known: bool = True
+    orders: tuple[Order, ...] = ()
+
+
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """A live ticket as its frontend knows it, for a controller that has come back and rebuilds its registry."""
 

@@ -59,6 +59,7 @@ class Left(msgspec.Struct, frozen=True):
 
 
 class FrontendBeat(msgspec.Struct, frozen=True):
+    call_id: CallId
     frontend_id: str
     live_tickets: tuple[TicketId, ...]
 

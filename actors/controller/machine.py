@@ -47,6 +47,7 @@ from actors.nouns import (
     AdmitRequest,
     Busy,
     Claim,
+    FrontendReply,
     HandOver,
     Heartbeat,
     HeartbeatReply,
@@ -669,18 +670,23 @@ class Machine:
 
     def _frontend_beat(self, event: FrontendBeat, now_ns: int) -> None:
         self.frontends[event.frontend_id] = now_ns
-        claimed = set(event.live_tickets)
+        known = True
         for ticket_id in event.live_tickets:
+            if ticket_id in self.registry.tickets:
+                continue
             outcome = self.registry.ended.get(ticket_id)
-            if outcome is not None and outcome is not Outcome.DONE:
-                reason = f"the controller has {outcome} it"
+            if self._unclaimed(ticket_id, now_ns):
+                known = False
+            elif outcome is not Outcome.DONE:  # a frontend that has finished it knows that by itself
+                reason = f"the controller has {outcome} it" if outcome else "the controller does not know it"
                 order = Order(kind="cancelled", ticket_id=ticket_id, attempt=ATTEMPTS_MAX, reason=reason)
                 self._out.append(ToFrontend(event.frontend_id, order))
-        for ticket_id in sorted(self.registry.by_frontend.get(event.frontend_id, set()) - claimed):
+        for ticket_id in sorted(self.registry.by_frontend.get(event.frontend_id, set()).difference(event.live_tickets)):
             live = self.registry.tickets[ticket_id]
             if now_ns - max(live.admitted_ns, live.changed_ns) >= self._stale_ns and not self._waits(live):
                 self._add("unclaimed_tickets")
                 self._close(live, Outcome.CANCELLED, now_ns)
+        self._reply(event.call_id, FrontendReply(epoch=self.epoch, known=known))
 
     def _adopt(self, event: Adopt, now_ns: int) -> None:
         self.frontends[event.frontend_id] = now_ns

@@ -12,9 +12,10 @@ import logging
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import ray
 
 from actors.controller import status as view
@@ -47,6 +48,7 @@ from actors.nouns import (
     Announcement,
     Busy,
     Claim,
+    FrontendReply,
     HandOver,
     Heartbeat,
     HeartbeatReply,
@@ -112,25 +114,26 @@ class Controller:
 
     # -- frontends
 
-    async def frontend_heartbeat(self, frontend_id: str, live_tickets: list[int]) -> int:
-        """The epoch. When it has changed, `adopt` every live ticket."""
+    async def frontend_heartbeat(self, frontend_id: str, live_tickets: Sequence[int]) -> FrontendReply:
+        """Orders for this frontend come with the reply; `known` False asks it to `adopt` every live ticket."""
         self._heard_at = time.monotonic()
-        self._run(FrontendBeat(frontend_id, tuple(live_tickets)))
-        return self._machine.epoch
+        reply: FrontendReply = await self._ask(lambda call_id: FrontendBeat(call_id, frontend_id, tuple(live_tickets)))
+        return msgspec.structs.replace(reply, orders=tuple(self._waiting_orders(frontend_id)))
 
-    async def adopt(self, frontend_id: str, claims: list[Claim]) -> int:
+    async def adopt(self, frontend_id: str, claims: Sequence[Claim]) -> int:
         self._run(Adopt(frontend_id, tuple(claims)))
         return self._machine.epoch
 
     async def orders(self, frontend_id: str, timeout_s: float = 10.0) -> list[Order]:
-        """Long poll: what this frontend should do about its tickets."""
+        """Long poll for what else comes with the heartbeat's reply, without its delay."""
         queue = self._orders.setdefault(frontend_id, asyncio.Queue())
         with contextlib.suppress(TimeoutError):
-            found = [await asyncio.wait_for(queue.get(), timeout_s)]
-            while not queue.empty():
-                found.append(queue.get_nowait())
-            return found
+            return [await asyncio.wait_for(queue.get(), timeout_s), *self._waiting_orders(frontend_id)]
         return []
+
+    def _waiting_orders(self, frontend_id: str) -> list[Order]:
+        queue = self._orders.get(frontend_id)
+        return [] if queue is None else [queue.get_nowait() for _ in range(queue.qsize())]
 
     async def admit(self, request: AdmitRequest) -> Ticket | Busy:
         """Waits in the queue when there is no room. The same request_id asked twice gets the same ticket."""
@@ -236,7 +239,7 @@ class Controller:
                 logger.exception("tick failed")
             for frontend_id in self._orders.keys() - self._machine.frontends.keys():
                 if self._orders[frontend_id].empty():
-                    continue
+                    continue  # a long poll may be waiting on it
                 del self._orders[frontend_id]  # nobody will read them
 
     async def _scale(self, decision: ScaleDecision) -> None:
