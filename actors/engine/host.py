@@ -230,8 +230,10 @@ class _Host:
             if not reply.known:
                 await self.controller.join.remote(self.announcement())
             if reply.cancel:
-                gone = set(reply.cancel)
-                await self._abort([r for r, live in self._live.items() if live.ticket.ticket_id in gone])
+                gone = dict(sorted(reply.cancel))  # the latest attempt of each ticket; a later one stays
+                await self._abort(
+                    [r for r, live in self._live.items() if live.ticket.attempt <= gone.get(live.ticket.ticket_id, 0)]
+                )
         except Exception as error:  # Ray's many ways to say that an actor is away
             self._events = events + self._events
             logger.warning("controller is not there: %s", error)
