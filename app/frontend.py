@@ -1,0 +1,135 @@
+"""The Serve ingress. A frontend has no engine: it admits, tokenises, detokenises and streams; there can be many.
+
+vLLM is imported when a replica starts, not when this module is: whoever deploys the application needs no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from actors.nouns import Order, Role
+from cluster.spec import ClusterSpec
+
+logger = logging.getLogger("pageferry.frontend")
+
+HEARTBEAT_EVERY_S = 1.0
+
+
+@serve.ingress()
+class Frontend:
+    async def __init__(
+        self, spec_tree: dict[str, Any], prefill: DeploymentHandle[Any] | None, decode: DeploymentHandle[Any]
+    ) -> None:
+        from actors.controller.shell import get_or_create
+
+        from actors.engine.config import set_environment
+        from app.remote import RemoteController, RemoteDecode, RemotePrefill
+        from app.router import directory
+
+        self.spec = spec = ClusterSpec.parse(spec_tree)
+        set_environment(spec, Role.DECODE)
+        self.frontend_id = serve.get_replica_context().replica_id.unique_id
+        self.controller = RemoteController(lambda: get_or_create(spec), self.frontend_id)
+        self.decode = RemoteDecode(decode, self.frontend_id)
+        self.prefill = RemotePrefill(prefill if prefill is not None else decode, self.frontend_id)
+        self._has_prefill = prefill is not None
+        self._loop = asyncio.get_running_loop()
+        self._answered = asyncio.get_running_loop().time()
+        await self._start_server()
+        self._tasks = [asyncio.create_task(self._heartbeat_loop())]
+        directory.watch(self._replicas_changed)
+
+    async def _start_server(self) -> None:
+        from app.core_client import FerryCoreClient
+        from app.metrics import observer
+        from app.server import build_server, frontend_config, server_args
+
+        spec = self.spec
+        announcement = await self.decode.describe()
+        args = server_args(spec)
+        config = frontend_config(args, announcement.max_model_len, announcement.blocks_total)
+        self.client = FerryCoreClient(
+            self.frontend_id,
+            self.controller,
+            self.prefill,
+            self.decode,
+            block_tokens=spec.pools.decode.block_tokens,
+            num_engines=spec.pools.decode.bounds[1],
+            observe=observer(),
+        )
+        self._asgi, self._fastapi, self.llm = await build_server(
+            spec,
+            args,
+            config,
+            self.client,
+            status=self.controller.status,
+            audit=self.controller.audit,
+            health=self._missing,
+        )
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._asgi
+
+    # -- for Serve and for clients with a handle
+
+    async def check_health(self) -> None:
+        if self.llm.errored:
+            raise RuntimeError("vLLM's output handler has stopped")
+
+    async def status(self) -> dict[str, Any]:
+        return await self.controller.status()
+
+    async def _missing(self) -> str:
+        """Why no request can be served now; "" when one can."""
+        try:
+            status = await asyncio.wait_for(self.controller.status(), 3.0)
+        except Exception as error:
+            return f"the controller does not answer: {error}"
+        pools = ["decode", "prefill"] if self._has_prefill and self.spec.pools.prefill.replicas else ["decode"]
+        for pool in pools:
+            if not status["pools"].get(pool, {}).get("replicas"):
+                return f"no {pool} replica has joined"
+        return ""
+
+    # -- background
+
+    async def _heartbeat_loop(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+            try:
+                reply = await self.controller.heartbeat(self.client.live_tickets())
+                await self._heed(reply)
+            except Exception as error:
+                logger.warning("controller: %s", error)
+
+    async def _heed(self, reply: Any) -> None:
+        for order in getattr(reply, "orders", reply if isinstance(reply, list | tuple) else ()):
+            if isinstance(order, Order):
+                self.client.obey(order)
+        if getattr(reply, "known", True) is False:
+            await self.controller.adopt(self.client.claims())
+
+    def _replicas_changed(self, deployment: str, live: frozenset[str], left: frozenset[str]) -> None:
+        """Called from the thread of Serve's router."""
+        if left:
+            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._leaving(left)))
+
+    async def _leaving(self, replicas: frozenset[str]) -> None:
+        for replica_id in replicas:
+            try:
+                await self.controller.replica_leaving(replica_id)
+            except Exception as error:
+                logger.warning("controller: %s", error)
+            self.client.replica_leaving(replica_id)
+
+    async def __del__(self) -> None:
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
+        if (llm := getattr(self, "llm", None)) is not None:
+            llm.shutdown()
+            await self.client.drained(5.0)

@@ -1,0 +1,162 @@
+"""What stands between the outside and vLLM's OpenAI server: internal fields, tenants, sessions, Retry-After."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.context import CALLER, Caller
+from app.forms import INTERNAL_ARGS
+from app.story import Fault
+
+# Where a body can carry arguments that reach the engine as they are.
+CONTAINERS = ("vllm_xargs", "extra_args", "sampling_params", "extra_body")
+OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")
+REASONS = {429: "Too Many Requests", 503: "Service Unavailable", 500: "Internal Server Error"}
+
+
+def error_response(status: int, message: str, kind: str, param: str | None = None) -> JSONResponse:
+    """An error in the shape of vLLM's own."""
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
+
+
+def find_forbidden(body: Any, names: tuple[str, ...], path: str = "") -> str | None:
+    """The dotted path of a field that only the service may set, looked for where it would reach the engine."""
+    if isinstance(body, list):
+        return next((found for item in body if (found := find_forbidden(item, names, path))), None)
+    if not isinstance(body, dict):
+        return None
+    for name in names:
+        if body.get(name) is not None:
+            return f"{path}{name}"
+    inner = (find_forbidden(body.get(key), names, f"{path}{key}.") for key in CONTAINERS)
+    return next((found for found in inner if found), None)
+
+
+class Guard:
+    """Pure ASGI middleware, outermost. `tenants` maps API keys to tenants; empty: no authentication."""
+
+    def __init__(self, app: ASGIApp, tenants: dict[str, str]) -> None:
+        self.app = app
+        self._tenants = {hashlib.sha256(key.encode()).digest(): tenant for key, tenant in tenants.items()}
+        self._forbidden = (*INTERNAL_ARGS, "cache_salt") if tenants else INTERNAL_ARGS
+        self._needles = [name.encode() for name in self._forbidden]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        caller = Caller(session=headers.get("x-session-affinity") or headers.get("x-session-id") or "")
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._tenants and scope.get("method") != "OPTIONS" and path not in OPEN_PATHS:
+            tenant = self._tenant_of(headers)
+            if tenant is None:
+                await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+                return
+            caller.tenant = tenant
+        token = CALLER.set(caller)
+        try:
+            if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH"):
+                body = await _read(receive)
+                if refusal := self._refuse(body):
+                    await refusal(scope, receive, send)
+                    return
+                receive = _replay(body, receive)
+            if scope["type"] == "http":
+                send = _Responder(send, caller)
+            await self.app(scope, receive, send)
+        finally:
+            CALLER.reset(token)
+
+    def _tenant_of(self, headers: Headers) -> str | None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        return self._tenants.get(hashlib.sha256(key.encode()).digest())
+
+    def _refuse(self, body: bytes) -> JSONResponse | None:
+        # A name can be written with escapes; without either there is nothing to find and nothing is parsed twice.
+        if b"\\u" not in body and not any(needle in body for needle in self._needles):
+            return None
+        try:
+            tree = json.loads(body)
+        except (ValueError, RecursionError):
+            return None  # vLLM answers malformed bodies
+        field = find_forbidden(tree, self._forbidden)
+        if field is None:
+            return None
+        message = f"{field} is set by the service and not accepted from outside; remove it"
+        return error_response(400, message, "BadRequestError", field)
+
+
+async def _read(receive: Receive) -> bytes:
+    chunks = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            break  # disconnected: the server sees it from `receive` again
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            break
+    return b"".join(chunks)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    sent = False
+
+    async def replayed() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+class _Responder:
+    """Adds Retry-After, and turns an event stream whose first event is our refusal into a plain HTTP error."""
+
+    def __init__(self, send: Send, caller: Caller) -> None:
+        self._send = send
+        self._caller = caller
+        self._held: Message | None = None
+        self._replaced = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._replaced:
+            return
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            if headers.get("content-type", "").startswith("text/event-stream"):
+                self._held = message
+                return
+            if message["status"] >= 400 and (fault := self._caller.fault) is not None and fault.retry_after_s > 0:
+                headers["retry-after"] = retry_after(fault)
+        elif self._held is not None:
+            start, self._held = self._held, None
+            if (fault := self._caller.fault) is not None:
+                self._replaced = True
+                await self._send_fault(fault)
+                return
+            await self._send(start)
+        await self._send(message)
+
+    async def _send_fault(self, fault: Fault) -> None:
+        kind = REASONS.get(fault.status, "Service Unavailable")
+        response = error_response(fault.status, fault.message, kind)
+        if fault.retry_after_s > 0:
+            response.headers["retry-after"] = retry_after(fault)
+        await self._send({"type": "http.response.start", "status": fault.status, "headers": response.raw_headers})
+        await self._send({"type": "http.response.body", "body": response.body})
+
+
+def retry_after(fault: Fault) -> str:
+    return str(max(1, math.ceil(fault.retry_after_s)))

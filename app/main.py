@@ -1,0 +1,46 @@
+"""The Serve application. `serve run app.main:build config=cluster/topologies/local-cpu.yaml [key=value ...]`.
+
+Needs no engine where it runs: replicas import theirs when they start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from ray import serve
+from ray.serve import Application
+
+from actors.engine.replica import DecodeReplica, PrefillReplica
+from app.frontend import Frontend
+from cluster.placement import deployment_options, frontend_options
+from cluster.spec import ClusterSpec, SpecError
+
+
+def build(args: dict[str, str]) -> Application:
+    """`args`: `config`, a topology file or the name of one that ships; every other key overrides a dotted setting."""
+    if "config" not in args:
+        raise SpecError("config is missing: serve run app.main:build config=cluster/topologies/local-cpu.yaml")
+    overrides: dict[str, Any] = {
+        key: yaml.safe_load(value) if isinstance(value, str) else value
+        for key, value in args.items()
+        if key != "config"
+    }
+    return application(ClusterSpec.load(args["config"], overrides))
+
+
+def application(spec: ClusterSpec) -> Application:
+    """Frontend, Prefill and Decode. The controller and the transfer actors are found or made by who needs them."""
+    tree = spec.model_dump(mode="json")
+    decode = serve.deployment(DecodeReplica, **deployment_options(spec, "decode")).bind(tree)
+    prefill = None
+    if has_prefill(spec):
+        prefill = serve.deployment(PrefillReplica, **deployment_options(spec, "prefill")).bind(tree)
+    application: Application = serve.deployment(Frontend, **frontend_options(spec)).bind(tree, prefill, decode)
+    return application
+
+
+def has_prefill(spec: ClusterSpec) -> bool:
+    """Whether there is a prefill pool: one with replicas now, or one that the controller may scale up."""
+    pool = spec.pools.prefill
+    return pool.replicas > 0 or (spec.scaling.mode != "off" and pool.max_replicas is not None)

@@ -1,0 +1,206 @@
+"""The ports of the engine core client over Ray: the controller actor, and replicas addressed through Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+
+from actors.nouns import (
+    AdmitRequest,
+    Busy,
+    Claim,
+    HandOver,
+    Order,
+    Outcome,
+    PrefillDone,
+    ReplicaId,
+    Role,
+    Ticket,
+    TicketId,
+    Verdict,
+)
+from app.ports import ControllerGone, ReplicaGone
+from app.router import directory
+
+logger = logging.getLogger("pageferry.frontend")
+
+CONTROLLER_AWAY_S = 15.0  # a controller that died is back in a few seconds; requests wait that long for it
+
+
+class RemoteController:
+    """Calls that find the controller away look it up again and repeat; every one of them is idempotent."""
+
+    def __init__(self, find: Callable[[], Any], frontend_id: str) -> None:
+        self._find = find
+        self._actor: Any = None
+        self._frontend_id = frontend_id
+        self._lost_calls: set[asyncio.Task[None]] = set()
+
+    async def _call(self, method: str, *args: Any, patience_s: float = CONTROLLER_AWAY_S) -> Any:
+        until = time.monotonic() + patience_s
+        pause_s = 0.05
+        while True:
+            try:
+                if self._actor is None:
+                    self._actor = await asyncio.to_thread(self._find)
+                return await self._await(getattr(self._actor, method).remote(*args))
+            except (RayActorError, ValueError) as error:
+                if isinstance(error, RayTaskError):
+                    raise
+                self._actor = None
+                if time.monotonic() + pause_s > until:
+                    raise ControllerGone(f"the controller is away: {error}".splitlines()[0]) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.0, pause_s * 2)
+
+    @staticmethod
+    async def _await(ref: Any) -> Any:
+        try:
+            return await ref
+        except asyncio.CancelledError:
+            ray.cancel(ref)
+            raise
+
+    async def admit(self, request: AdmitRequest) -> Ticket | Busy:
+        """A caller that leaves withdraws the request; a ticket granted in that moment is given back."""
+        call = asyncio.ensure_future(self._call("admit", request))
+        try:
+            answer: Ticket | Busy = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            task = asyncio.get_running_loop().create_task(self._withdraw(call))
+            self._lost_calls.add(task)
+            task.add_done_callback(self._lost_calls.discard)
+            raise
+        return answer
+
+    async def _withdraw(self, call: asyncio.Future[Ticket | Busy]) -> None:
+        # The grant may be on its way: a moment for it, then the call itself is cancelled.
+        done, _ = await asyncio.wait((call,), timeout=0.01)
+        if not done:
+            call.cancel()
+        try:
+            answer = await call
+        except (asyncio.CancelledError, Exception):
+            return
+        if isinstance(answer, Ticket):
+            await self.ended(answer.ticket_id, Outcome.CANCELLED, 0)
+
+    async def hand_over(self, ticket_id: TicketId, attempt: int, timeout_s: float) -> HandOver | Verdict:
+        answer: HandOver | Verdict = await self._call("hand_over", ticket_id, attempt, timeout_s)
+        return answer
+
+    async def lost(
+        self,
+        ticket: Ticket,
+        role: Role,
+        replica_id: ReplicaId,
+        reason: str,
+        num_output_tokens: int,
+        request: AdmitRequest,
+    ) -> Ticket | Busy:
+        answer: Ticket | Busy = await self._call(
+            "lost", ticket.ticket_id, ticket.attempt, role, replica_id, reason, num_output_tokens, request
+        )
+        return answer
+
+    async def ended(self, ticket_id: TicketId, outcome: Outcome, num_output_tokens: int) -> None:
+        await self._call("ended", ticket_id, outcome, num_output_tokens)
+
+    async def heartbeat(self, live_tickets: tuple[TicketId, ...]) -> Any:
+        return await self._call("frontend_heartbeat", self._frontend_id, live_tickets, patience_s=1.0)
+
+    async def adopt(self, claims: tuple[Claim, ...]) -> None:
+        await self._call("adopt", self._frontend_id, claims)
+
+    async def replica_leaving(self, replica_id: ReplicaId) -> None:
+        await self._call("replica_leaving", replica_id)
+
+    async def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._call("status", patience_s=1.0)
+        return answer
+
+    async def audit(self) -> list[str]:
+        answer: list[str] = await self._call("audit", patience_s=1.0)
+        return answer
+
+
+class _Pool:
+    """Calls to one named replica of a deployment. Handles are cached: making one costs more than calling it."""
+
+    def __init__(self, handle: Any, frontend_id: str) -> None:
+        self._handle = handle
+        self._frontend_id = frontend_id
+        self._named: dict[tuple[str, ReplicaId, bool], Any] = {}
+
+    def _method(self, name: str, replica_id: ReplicaId, stream: bool = False) -> Any:
+        key = (name, replica_id, stream)
+        if key not in self._named:
+            if len(self._named) > 4096:
+                self._named.clear()
+            self._named[key] = self._handle.options(method_name=name, session_id=replica_id, stream=stream)
+        return self._named[key]
+
+    async def _call(self, name: str, replica_id: ReplicaId, *args: Any) -> Any:
+        response = self._method(name, replica_id).remote(*args)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except RayActorError as error:
+            raise ReplicaGone(replica_id, str(error).splitlines()[0]) from error
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise cause from None
+
+    @property
+    def name(self) -> str:
+        return str(self._handle.deployment_name)
+
+    async def utility(self, method: str, args: list[Any]) -> list[Any]:
+        live = sorted(directory.live(self.name))
+        if not live:  # the router has not been asked yet: any replica will do
+            return [await self._handle.options(method_name="utility").remote(method, args)]
+        return list(await asyncio.gather(*(self._call("utility", replica, method, args) for replica in live)))
+
+
+class RemotePrefill(_Pool):
+    async def prefill(self, replica_id: ReplicaId, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
+        try:
+            done: PrefillDone = await self._call("prefill", replica_id, ticket, frames)
+        except TaskCancelledError as error:
+            raise ReplicaGone(replica_id, "it dropped the prefill") from error
+        return done
+
+
+class RemoteDecode(_Pool):
+    async def submit(
+        self, replica_id: ReplicaId, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None
+    ) -> None:
+        await self._call("submit", replica_id, self._frontend_id, frames, ticket, hand_over)
+
+    async def abort(self, replica_id: ReplicaId, engine_ids: list[str]) -> None:
+        await self._call("abort", replica_id, self._frontend_id, engine_ids)
+
+    async def outputs(self, replica_id: ReplicaId) -> AsyncIterator[list[bytes]]:
+        response = self._method("outputs", replica_id, stream=True).remote(self._frontend_id)
+        try:
+            async for frames in response:
+                yield frames
+        except RayActorError as error:
+            raise ReplicaGone(replica_id, str(error).splitlines()[0]) from error
+        finally:
+            response.cancel()
+
+    async def describe(self) -> Any:
+        """The announcement of any decode replica; waits until there is one."""
+        return await self._handle.options(method_name="describe").remote()
+
+
+__all__ = ["Order", "RemoteController", "RemoteDecode", "RemotePrefill"]

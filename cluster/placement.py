@@ -1,0 +1,61 @@
+"""Where replicas run: from a pool of the spec to the options of its Serve deployment. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from cluster.spec import ClusterSpec, PoolSpec
+
+# A call into a replica is one request of its engine, an abort, or a stream: the engine has its own limits.
+MAX_ONGOING = 100_000
+DRAIN_S = 24 * 3600.0  # decode leaves when its requests have ended, however long they are
+ROUTER = "app.router.AddressedRouter"
+
+
+def resources(pool: PoolSpec) -> dict[str, Any]:
+    """`ray_actor_options` and, for a group of several GPUs, `placement_group_bundles`: one bundle a GPU.
+
+    A group stays on one node where it fits (STRICT_PACK up to 8 GPUs). The replica actor runs in the first bundle
+    without a GPU of its own; the engine's workers take one bundle each.
+    """
+    cpus, custom = pool.cpus_per_replica, dict(pool.resources)
+    if pool.gpus_per_replica <= 1:
+        options: dict[str, Any] = {"num_cpus": cpus, "resources": custom}
+        if pool.gpus_per_replica:
+            options["num_gpus"] = 1
+        return {"ray_actor_options": options}
+    first: dict[str, float] = {"CPU": cpus, "GPU": 1.0, **custom}
+    others: list[dict[str, float]] = [{"GPU": 1.0} for _ in range(pool.gpus_per_replica - 1)]
+    return {
+        "ray_actor_options": {"num_cpus": cpus, "resources": custom},
+        "placement_group_bundles": [first, *others],
+        "placement_group_strategy": "STRICT_PACK" if pool.gpus_per_replica <= 8 else "PACK",
+    }
+
+
+def deployment_options(spec: ClusterSpec, role: Literal["prefill", "decode"]) -> dict[str, Any]:
+    """Options of `serve.deployment` for a pool. Serve never scales by itself: the controller decides, or nobody."""
+    pool = spec.pools.prefill if role == "prefill" else spec.pools.decode
+    drain_s = spec.transfer.hand_over_s if role == "prefill" else spec.scaling.drain_deadline_s or DRAIN_S
+    return {
+        "name": "Prefill" if role == "prefill" else "Decode",
+        "num_replicas": pool.replicas,
+        "max_ongoing_requests": MAX_ONGOING,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": drain_s,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": max(30.0, spec.admission.fence_after_s),
+        "request_router_config": {"request_router_class": ROUTER},
+        **resources(pool),
+    }
+
+
+def frontend_options(spec: ClusterSpec) -> dict[str, Any]:
+    return {
+        "name": "Frontend",
+        "num_replicas": spec.frontend.replicas,
+        "max_ongoing_requests": MAX_ONGOING,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": 30.0,
+        "ray_actor_options": {"num_cpus": spec.frontend.cpus_per_replica},
+    }
