@@ -229,6 +229,11 @@ class _Host:
             reply: HeartbeatReply = await self.controller.heartbeat.remote(heartbeat)
             if not reply.known:
                 await self.controller.join.remote(self.announcement())
+            if reply.fenced:
+                # Its tickets are elsewhere by now. The failure makes Serve replace this replica.
+                self._failure = f"{self.replica_id} was silent for too long and has been fenced"
+                logger.error("%s", self._failure)
+                await self._abort(list(self._live))
             if reply.cancel:
                 gone = dict(sorted(reply.cancel))  # the latest attempt of each ticket; a later one stays
                 await self._abort(
