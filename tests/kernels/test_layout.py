@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.layout import (
+    LayoutError,
+    PageDtype,
+    PageLayout,
+    PageOrder,
+    Rounding,
+    SealBinding,
+    check_convertible,
+    plan_shards,
+)
+
+BF16 = PageLayout(30, 128, 3, 64, PageDtype.BF16, PageOrder.CPU_VEC)
+FP8 = BF16.with_dtype(PageDtype.E4M3, rounding=Rounding.TRUNCATE, k_scales=(0.05,), v_scales=(0.25,))
+MLA = PageLayout(2, 64, 1, 576, PageDtype.BF16, PageOrder.MLA)
+DS = PageLayout(2, 64, 1, 576, PageDtype.E4M3, PageOrder.FP8_DS_MLA)
+
+
+def test_sizes_are_those_of_the_published_architectures() -> None:
+    # KV bytes per token: SmolLM2-135M 23,040 BF16, 11,520 FP8; an MLA layer 1,152 BF16; a DeepSeek sparse row 656.
+    assert BF16.page_bytes == 128 * 23040
+    assert FP8.page_bytes == 128 * 11520
+    assert MLA.layer_page_bytes == 64 * 1152
+    assert DS.layer_page_bytes == 64 * 656
+    assert BF16.cache_shape(7) == (7, 3, 128, 128)
+    assert MLA.cache_shape(7) == (7, 64, 576)
+    assert DS.cache_shape(7) == (7, 64, 656)
+
+
+def test_fingerprint_is_stable_and_sees_every_field() -> None:
+    assert FP8.fingerprint == "cfee74d4580148f234f5250e74a26ee2"
+    others = [
+        replace(FP8, num_layers=31),
+        replace(FP8, page_tokens=64),
+        replace(FP8, num_kv_heads=6),
+        replace(FP8, head_dim=128),
+        BF16,
+        replace(FP8, order=PageOrder.CPU_AMX),
+        replace(FP8, rounding=Rounding.NEAREST_EVEN),
+        replace(FP8, k_scales=(0.051,)),
+        replace(FP8, v_scales=(0.251,)),
+    ]
+    prints = {layout.fingerprint for layout in [FP8, *others]}
+    assert len(prints) == len(others) + 1
+    assert f"{FP8.fingerprint_u64:016x}" == FP8.fingerprint[:16]
+
+
+def test_equal_layouts_written_differently_have_one_fingerprint() -> None:
+    per_layer = replace(FP8, k_scales=(0.05,) * 30)
+    assert per_layer == FP8
+    assert per_layer.fingerprint == FP8.fingerprint
+    assert FP8.k_scales[0] != 0.05  # the nearest float32
+    assert replace(BF16, rounding=Rounding.TRUNCATE) == BF16
+
+
+def test_dict_round_trip_through_json() -> None:
+    for layout in (BF16, FP8, MLA, DS, replace(FP8, k_scales=tuple(0.01 * (i + 1) for i in range(30)))):
+        assert PageLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"page_tokens": True}, "page_tokens is True"),
+        ({"head_dim": 64.0}, "head_dim is 64.0"),
+        ({"dtype": "fp8"}, "dtype is 'fp8', must be one of bfloat16, float8_e4m3fn"),
+        ({"order": "nhd"}, "order is 'nhd'"),
+        ({"rounding": "up"}, "rounding is 'up'"),
+        ({"k_scales": 1.0}, "k_scales is 1.0, must be a list"),
+        ({"k_scales": [1.0, 2.0]}, "num_layers = 30"),
+        ({"k_scales": [0.0]}, "between"),
+        ({"v_scales": [float("nan")]}, "finite"),
+        ({"v_scales": ["1"]}, "finite"),
+        ({"order": "mla"}, "num_kv_heads is 3"),
+        ({"order": "cpu_amx", "page_tokens": 24}, "multiples of 16"),
+        ({"page_tokens": 1, "num_kv_heads": 1, "head_dim": 4, "order": "kv_packed"}, "multiple of 16"),
+        ({"extra": 1}, "unknown 'extra'"),
+    ],
+)
+def test_a_peers_layout_is_checked_field_by_field(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(LayoutError, match=words.replace("[", r"\[")):
+        PageLayout.from_dict({**FP8.to_dict(), **change})
+
+
+def test_a_missing_field_and_special_orders_are_refused() -> None:
+    data = FP8.to_dict()
+    del data["rounding"]
+    with pytest.raises(LayoutError, match="lacks rounding"):
+        PageLayout.from_dict(data)
+    with pytest.raises(LayoutError, match="BF16 pages have scale"):
+        replace(BF16, k_scales=(0.5,))
+    with pytest.raises(LayoutError, match="head_dim is 512"):
+        replace(DS, head_dim=512)
+    with pytest.raises(LayoutError, match="its scales travel"):
+        replace(DS, k_scales=(0.5,))
+    with pytest.raises(LayoutError, match="v_scales"):
+        replace(MLA.with_dtype(PageDtype.E4M3), v_scales=(2.0,))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (BF16, BF16),
+        (BF16, FP8),
+        (FP8, FP8),
+        (BF16, replace(FP8, page_tokens=32)),
+        (replace(BF16, order=PageOrder.CPU_AMX), FP8),
+        (BF16, replace(FP8, order=PageOrder.KV_PACKED)),
+        (MLA, MLA.with_dtype(PageDtype.E4M3)),
+        (MLA, DS),
+        (DS, DS),
+    ],
+)
+def test_convertible_pairs(src: PageLayout, dst: PageLayout) -> None:
+    check_convertible(src, dst)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "words"),
+    [
+        (FP8, BF16, "what rounding took is gone"),
+        (BF16, replace(FP8, num_layers=29), "num_layers 30 against 29"),
+        (BF16, replace(FP8, head_dim=128), "head_dim 64 against 128"),
+        (BF16, replace(FP8, num_kv_heads=1), "num_kv_heads 3 against 1"),
+        (FP8, replace(FP8, k_scales=(0.06,)), "a second rounding"),
+        (FP8, replace(FP8, rounding=Rounding.NEAREST_EVEN), "a second rounding"),
+        (MLA.with_dtype(PageDtype.E4M3), DS, "a second rounding"),
+        (replace(BF16, num_layers=2, num_kv_heads=1, head_dim=576), MLA, "order cpu_vec against mla"),
+        (DS, MLA, "what rounding took is gone"),
+    ],
+)
+def test_refused_pairs_show_both_sides(src: PageLayout, dst: PageLayout, words: str) -> None:
+    with pytest.raises(LayoutError, match=words) as error:
+        check_convertible(src, dst)
+    assert src.describe() in str(error.value)
+    assert dst.describe() in str(error.value)
+
+
+def test_a_shard_needs_a_start_that_fits() -> None:
+    check_convertible(BF16, FP8.with_heads(1), head_start=2)
+    with pytest.raises(LayoutError, match="head_start 3"):
+        check_convertible(BF16, FP8.with_heads(1), head_start=3)
+
+
+def test_binding_is_checked() -> None:
+    with pytest.raises(ValueError, match="ticket_hash"):
+        SealBinding(-1, 0)
+    with pytest.raises(ValueError, match="attempt"):
+        SealBinding(0, 1 << 32)
+
+
+@settings(derandomize=True, max_examples=200)
+@given(heads=st.integers(1, 16), src=st.integers(1, 32), dst=st.integers(1, 32))
+def test_shards_cover_every_destination_head_once_from_the_right_place(heads: int, src: int, dst: int) -> None:
+    def held(ranks: int) -> list[list[int]] | None:
+        if heads % ranks == 0:
+            return [list(range(r * heads // ranks, (r + 1) * heads // ranks)) for r in range(ranks)]
+        if ranks % heads == 0:
+            return [[r // (ranks // heads)] for r in range(ranks)]
+        return None
+
+    at_src, at_dst = held(src), held(dst)
+    if at_src is None or at_dst is None:
+        with pytest.raises(LayoutError, match="evenly"):
+            plan_shards(heads, src, dst)
+        return
+    landed: list[list[int | None]] = [[None] * len(row) for row in at_dst]
+    parts = plan_shards(heads, src, dst)
+    for part in parts:
+        for i in range(part.num_heads):
+            assert landed[part.dst_rank][part.dst_head_start + i] is None
+            landed[part.dst_rank][part.dst_head_start + i] = at_src[part.src_rank][part.src_head_start + i]
+    assert landed == at_dst
+    # Nothing is cut finer than ranks demand.
+    assert len(parts) <= max(src, dst, heads) * 2
