@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.nouns import Order, Role
+from actors.nouns import Role
+from app import directory
+from app.asgi import call
 from cluster.spec import ClusterSpec
 
 logger = logging.getLogger("pageferry.frontend")
 
 HEARTBEAT_EVERY_S = 1.0
+ORDERS_S = 10.0
 
 
 @serve.ingress()
@@ -26,10 +30,8 @@ class Frontend:
         self, spec_tree: dict[str, Any], prefill: DeploymentHandle[Any] | None, decode: DeploymentHandle[Any]
     ) -> None:
         from actors.controller.shell import get_or_create
-
         from actors.engine.config import set_environment
         from app.remote import RemoteController, RemoteDecode, RemotePrefill
-        from app.router import directory
 
         self.spec = spec = ClusterSpec.parse(spec_tree)
         set_environment(spec, Role.DECODE)
@@ -39,9 +41,8 @@ class Frontend:
         self.prefill = RemotePrefill(prefill if prefill is not None else decode, self.frontend_id)
         self._has_prefill = prefill is not None
         self._loop = asyncio.get_running_loop()
-        self._answered = asyncio.get_running_loop().time()
         await self._start_server()
-        self._tasks = [asyncio.create_task(self._heartbeat_loop())]
+        self._tasks = [asyncio.create_task(work) for work in (self._heartbeat_loop(), self._orders_loop())]
         directory.watch(self._replicas_changed)
 
     async def _start_server(self) -> None:
@@ -84,6 +85,13 @@ class Frontend:
     async def status(self) -> dict[str, Any]:
         return await self.controller.status()
 
+    async def http(
+        self, method: str, path: str, headers: dict[str, str], body: bytes | None
+    ) -> AsyncGenerator[Any, None]:
+        """One HTTP request over a handle: `(status, headers)`, then the body's chunks. See `app.client`."""
+        async for item in call(self._asgi, method, path, headers, body):
+            yield item
+
     async def _missing(self) -> str:
         """Why no request can be served now; "" when one can."""
         try:
@@ -99,20 +107,27 @@ class Frontend:
     # -- background
 
     async def _heartbeat_loop(self) -> None:
+        """Says which tickets live here; a controller that has come back asks for all that is known of them."""
         while True:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
             try:
                 reply = await self.controller.heartbeat(self.client.live_tickets())
-                await self._heed(reply)
+                if not reply.known:
+                    await self.controller.adopt(self.client.claims())
+                for order in reply.orders:
+                    self.client.obey(order)
             except Exception as error:
                 logger.warning("controller: %s", error)
 
-    async def _heed(self, reply: Any) -> None:
-        for order in getattr(reply, "orders", reply if isinstance(reply, list | tuple) else ()):
-            if isinstance(order, Order):
-                self.client.obey(order)
-        if getattr(reply, "known", True) is False:
-            await self.controller.adopt(self.client.claims())
+    async def _orders_loop(self) -> None:
+        """A long poll: a replica that dies or leaves is heard of at once."""
+        while True:
+            try:
+                for order in await self.controller.orders(ORDERS_S):
+                    self.client.obey(order)
+            except Exception as error:
+                logger.warning("controller: %s", error)
+                await asyncio.sleep(HEARTBEAT_EVERY_S)
 
     def _replicas_changed(self, deployment: str, live: frozenset[str], left: frozenset[str]) -> None:
         """Called from the thread of Serve's router."""

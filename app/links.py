@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from actors.nouns import ReplicaId
+from app.ports import ReplicaGone
 
 logger = logging.getLogger("pageferry.frontend")
 
@@ -38,6 +39,7 @@ class Link:
         self.replica_id = replica_id
         self.engine_index = engine_index
         self.closed = False
+        self._open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._receivers: dict[str, Receiver] = {}  # by the request's id in that engine
         self._stream = stream
         self._emit = emit
@@ -46,6 +48,10 @@ class Link:
         self._leaving = False
         self._reason = ""
         self._pump_task = asyncio.get_running_loop().create_task(self._pump())
+
+    async def standing(self) -> None:
+        """Returns once the replica has taken the stream: only then do outputs go anywhere. Raises when it is gone."""
+        await asyncio.shield(self._open)
 
     def register(self, engine_id: str, receiver: Receiver) -> None:
         self._receivers[engine_id] = receiver
@@ -70,6 +76,8 @@ class Link:
         reason = "its output stream ended"
         try:
             async for frames in self._stream:
+                if not self._open.done():
+                    self._open.set_result(None)
                 if frames:
                     self._deliver(self._decoder.decode(frames))
         except asyncio.CancelledError:
@@ -78,6 +86,9 @@ class Link:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
             self.closed = True
+            if not self._open.done():
+                self._open.set_exception(ReplicaGone(self.replica_id, reason))
+                self._open.exception()  # there may be nobody waiting
             self._on_closed(self)
             receivers, self._receivers = list(self._receivers.values()), {}
             for receiver in receivers:

@@ -15,6 +15,7 @@ from actors.nouns import (
     AdmitRequest,
     Busy,
     Claim,
+    FrontendReply,
     HandOver,
     Order,
     Outcome,
@@ -25,8 +26,8 @@ from actors.nouns import (
     TicketId,
     Verdict,
 )
+from app import directory
 from app.ports import ControllerGone, ReplicaGone
-from app.router import directory
 
 logger = logging.getLogger("pageferry.frontend")
 
@@ -112,8 +113,13 @@ class RemoteController:
     async def ended(self, ticket_id: TicketId, outcome: Outcome, num_output_tokens: int) -> None:
         await self._call("ended", ticket_id, outcome, num_output_tokens)
 
-    async def heartbeat(self, live_tickets: tuple[TicketId, ...]) -> Any:
-        return await self._call("frontend_heartbeat", self._frontend_id, live_tickets, patience_s=1.0)
+    async def heartbeat(self, live_tickets: tuple[TicketId, ...]) -> FrontendReply:
+        reply: FrontendReply = await self._call("frontend_heartbeat", self._frontend_id, live_tickets, patience_s=1.0)
+        return reply
+
+    async def orders(self, timeout_s: float) -> list[Order]:
+        found: list[Order] = await self._call("orders", self._frontend_id, timeout_s, patience_s=1.0)
+        return found
 
     async def adopt(self, claims: tuple[Claim, ...]) -> None:
         await self._call("adopt", self._frontend_id, claims)
@@ -125,8 +131,8 @@ class RemoteController:
         answer: dict[str, Any] = await self._call("status", patience_s=1.0)
         return answer
 
-    async def audit(self) -> list[str]:
-        answer: list[str] = await self._call("audit", patience_s=1.0)
+    async def audit(self) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._call("audit", patience_s=1.0)
         return answer
 
 
@@ -201,6 +207,3 @@ class RemoteDecode(_Pool):
     async def describe(self) -> Any:
         """The announcement of any decode replica; waits until there is one."""
         return await self._handle.options(method_name="describe").remote()
-
-
-__all__ = ["Order", "RemoteController", "RemoteDecode", "RemotePrefill"]

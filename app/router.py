@@ -2,56 +2,22 @@
 
 A handle call carries the replica's id as `handle.options(session_id=...)`. Replicas that Serve is draining take no new
 tickets but stay reachable for what is already theirs; one that is dead fails the call at once with `ReplicaGone`.
-Routers live in threads of Serve; `directory` is what the frontend sees of them.
+Routers live in threads of Serve; `app.directory` is what the frontend sees of them.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from app import directory
 from app.ports import ReplicaGone
 
 APPEAR_S = 10.0  # a replica joins the controller a moment before Serve tells the routers of it
 MAX_LEAVING = 64
-
-Watcher = Callable[[str, frozenset[str], frozenset[str]], None]
-
-
-class Directory:
-    """Which replicas each deployment has, as this process's routers know it. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._live: dict[str, frozenset[str]] = {}
-        self._watchers: list[Watcher] = []
-
-    def live(self, deployment: str) -> frozenset[str]:
-        return self._live.get(deployment, frozenset())
-
-    def watch(self, watcher: Watcher) -> None:
-        """`watcher(deployment, live, left)` is called from a router's thread at every change."""
-        with self._lock:
-            self._watchers.append(watcher)
-            known = dict(self._live)
-        for deployment, live in known.items():
-            watcher(deployment, live, frozenset())
-
-    def update(self, deployment: str, live: frozenset[str]) -> None:
-        with self._lock:
-            left = self._live.get(deployment, frozenset()) - live
-            self._live[deployment] = live
-            watchers = list(self._watchers)
-        for watcher in watchers:
-            watcher(deployment, live, left)
-
-
-directory = Directory()
 
 
 class AddressedRouter(RequestRouter):

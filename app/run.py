@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pageferry.frontend")
 
 CONTROL_S = 10.0  # a call that only passes something on (submit, abort) takes milliseconds; this is the time-out
+LINK_S = 30.0  # opening the output stream of a replica that is just starting
 
 
 class Run:
@@ -74,6 +75,7 @@ class Run:
         self._hand_over: asyncio.Future[HandOver | Verdict] | None = None
         self._deadline = 0.0
         self._started = time.monotonic()
+        self._first_token = self._last_token = 0.0
 
     # -- from outside
 
@@ -110,6 +112,9 @@ class Run:
         if (stats := output.prefill_stats) is not None and self._cached_tokens is not None:
             # What a single engine would report: the prompt's tokens that were in the cache where it was computed.
             stats.set(stats.num_prompt_tokens, min(self._cached_tokens, stats.num_prompt_tokens), 0)
+        if output.new_token_ids:
+            self._last_token = time.monotonic()
+            self._first_token = self._first_token or self._last_token
         self.tokens.extend(output.new_token_ids)
         output.request_id = self.request_id
         output.kv_transfer_params = None
@@ -287,12 +292,17 @@ class Run:
         self._link = self.client.link(replica)
         self._link.register(self._engine_id, self)
         frames = encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
-        # Cancelled half-way it may or may not have reached decode; it is let through, and the abort comes after it.
-        call = asyncio.ensure_future(self.client.decode.submit(replica, frames, ticket, action.hand_over))
+        if self.tokens:
+            self.client.observe("resumed", 1, {})
+        call: asyncio.Future[None] | None = None
         try:
-            await asyncio.shield(asyncio.wait_for(call, CONTROL_S))
+            await asyncio.wait_for(self._link.standing(), LINK_S)
+            call = asyncio.ensure_future(self.client.decode.submit(replica, frames, ticket, action.hand_over))
+            await asyncio.shield(asyncio.wait_for(asyncio.shield(call), CONTROL_S))
         except asyncio.CancelledError:
-            await asyncio.wait((call,), timeout=CONTROL_S)
+            # It may or may not have reached decode: it is let through, and the abort comes after it.
+            if call is not None:
+                await asyncio.wait((call,), timeout=CONTROL_S)
             raise
         except (ReplicaGone, TimeoutError) as error:
             return DecodeLost(replica, str(error) or f"no answer within {CONTROL_S:g} s", len(self.tokens))
@@ -330,14 +340,21 @@ class Run:
         fault = end.fault
         if fault is not None:
             self.caller.fault = fault
+        self._observe_end(end)
         if not self.admitted.done():
             if fault is not None:
                 self.admitted.set_exception(to_exception(fault))
                 fault = None
             else:
                 self.admitted.set_result(None)
-        self.client.observe("ended", len(self.tokens), {"outcome": str(end.outcome)})
         self.client.run_ended(self, fault)
+
+    def _observe_end(self, end: End) -> None:
+        if len(self.tokens) > 1:
+            self.client.observe("token_gap", (self._last_token - self._first_token) / (len(self.tokens) - 1), {})
+        if end.fault is not None and end.fault.retry_after_s > 0:
+            self.client.observe("busy", 1, {})
+        self.client.observe("ended", len(self.tokens), {"outcome": str(end.outcome)})
 
 
 def encode(request: EngineCoreRequest) -> list[bytes]:

@@ -109,7 +109,7 @@ def _routes(
 
     @routes.get("/status/audit")
     async def get_audit() -> JSONResponse:
-        return JSONResponse({"breaches": await audit()})
+        return JSONResponse(await audit())
 
     return routes
 

@@ -68,7 +68,7 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class NoHandOver:
-    """The pages will not come for this attempt: decode computes the prompt."""
+    """There is no proof for this attempt. MISSING: its prefill is lost; else decode computes the prompt."""
 
     verdict: Verdict
 
@@ -243,12 +243,9 @@ def _on_admitted(story: Story, event: Admitted) -> Step:
 
 
 def _on_refused(story: Story, event: Refused) -> Step:
-    if story.lost is Role.PREFILL and story.ticket is not None:
-        # Nobody else can prefill it, but its place on decode still stands.
-        return _alone(story)
     busy = event.busy
-    if story.lost is Role.DECODE:
-        message = f"the decode replica of this request is gone and no other has room: {busy.reason}"
+    if story.lost is not None:
+        message = f"the {story.lost} replica of this request is gone and it has no other place: {busy.reason}"
         return _end(story, Outcome.FAILED, Fault(503, message, busy.retry_after_s))
     return _end(story, Outcome.FAILED, Fault(429, f"no room for this request: {busy.reason}", busy.retry_after_s))
 
@@ -261,6 +258,12 @@ def _alone(story: Story, event: Event | None = None) -> Step:
 def _on_prefilled(story: Story, event: Prefilled) -> Step:
     assert story.ticket is not None
     return replace(story, phase=Phase.HAND_OVER), AwaitHandOver(story.ticket)
+
+
+def _on_no_hand_over(story: Story, event: NoHandOver) -> Step:
+    if event.verdict is Verdict.MISSING:
+        return _on_prefill_lost(story, PrefillLost("the seal of its pages did not come"))
+    return _alone(story)
 
 
 def _on_prefill_lost(story: Story, event: PrefillLost) -> Step:
@@ -310,7 +313,7 @@ _TABLE: dict[tuple[Phase, type], Callable[..., Step]] = {
     (P.PREFILL, Prefilled): _on_prefilled,
     (P.PREFILL, PrefillLost): _on_prefill_lost,
     (P.HAND_OVER, HandedOver): _on_handed_over,
-    (P.HAND_OVER, NoHandOver): _alone,
+    (P.HAND_OVER, NoHandOver): _on_no_hand_over,
     (P.HAND_OVER, PrefillLost): _on_prefill_lost,
     (P.FOLLOW, Carried): _alone,
     (P.SUBMIT, Submitted): _on_submitted,

