@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
 MARK = "PAGEFERRY_SERVICE"
 
 
-def marked(mark: str) -> list[int]:
-    """Process ids (never this one) that were started with `PAGEFERRY_SERVICE=mark`."""
-    needle = f"{MARK}={mark}".encode()
+def marked(mark: str, variable: str = MARK) -> list[int]:
+    """Process ids (never this one) that have `variable=mark` in their environment."""
+    needle = f"{variable}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -25,15 +26,27 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def end_marked(mark: str, grace_s: float = 3.0) -> list[int]:
+def end_marked(mark: str, grace_s: float = 3.0, variable: str = MARK) -> list[int]:
     """SIGTERM, then SIGKILL after `grace_s`. Returns what is still there after that."""
     for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 2.0)):
-        for pid in marked(mark):
+        for pid in marked(mark, variable):
             try:
                 os.kill(pid, sign)
             except ProcessLookupError:
                 continue
         until = time.monotonic() + wait_s
-        while marked(mark) and time.monotonic() < until:
+        while marked(mark, variable) and time.monotonic() < until:
             time.sleep(0.05)
-    return marked(mark)
+    return marked(mark, variable)
+
+
+def sweep(pids: list[int]) -> None:
+    """Removes staging memory and sockets of transfer actors that were ended before they could do it themselves."""
+    folders = (
+        (Path("/dev/shm"), "pageferry-*-{pid}"),
+        (Path(tempfile.gettempdir()), "pageferry-*/transfer-*-{pid}.sock"),
+    )
+    for folder, pattern in folders:
+        for pid in pids:
+            for path in folder.glob(pattern.format(pid=pid)):
+                path.unlink(missing_ok=True)

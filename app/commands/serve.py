@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.processes import MARK, end_marked
+from app.processes import MARK, end_marked, marked, sweep
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 
 APPLICATION = "pageferry"
@@ -233,36 +234,33 @@ class Service:
         """Idempotent. On somebody else's cluster only the application and its actors are taken away."""
         import ray
 
-        if not ray.is_initialized():
-            self._end_processes()
+        if self.address is None:
+            self._end_processes()  # before Ray: a worker that it kills cannot end its engine any more
+            _quietly("Ray", ray.shutdown)
             return
-        _quietly("the application", self._take_down)
-        _quietly("Ray", ray.shutdown)
-        self._end_processes()
+        if ray.is_initialized():
+            _quietly("the application", self._take_down)
+            _quietly("Ray", ray.shutdown)
 
     def _take_down(self) -> None:
         import ray
         from ray import serve
 
-        if self.address is None:
-            return  # the cluster goes down as a whole
-        serve.delete(APPLICATION)
         from actors.controller.shell import ACTOR_NAME, NAMESPACE
 
+        serve.delete(APPLICATION)
         for found in ray.util.list_named_actors(all_namespaces=True):
             if found["namespace"] == NAMESPACE and found["name"].startswith(ACTOR_NAME.split("-")[0]):
                 ray.kill(ray.get_actor(found["name"], namespace=NAMESPACE))
 
     def _end_processes(self) -> None:
-        if self.address is not None:
-            return
+        ours = marked(self._mark)
         left = end_marked(self._mark)
         if left:
             print(f"pageferry serve: could not end {left}", file=sys.stderr)
         if self._temp_dir is not None:
-            import shutil
-
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+        sweep(ours)
 
 
 def _quietly(what: str, act: Callable[[], Any]) -> None:

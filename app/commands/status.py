@@ -1,0 +1,137 @@
+"""`pageferry status`: what a running service says of itself, as a table or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+
+def parser() -> argparse.ArgumentParser:
+    make = argparse.ArgumentParser(prog="pageferry status", description="Pools, replicas, tickets, bytes of a service.")
+    make.add_argument("--url", default="http://127.0.0.1:8000", help="of the service")
+    make.add_argument("--api-key", help="where the service has tenants")
+    make.add_argument("--json", action="store_true", help="the same as GET /status")
+    make.add_argument("--watch", action="store_true", help="again every --every seconds until Ctrl-C")
+    make.add_argument("--every", type=float, default=1.0, metavar="SECONDS")
+    make.add_argument(
+        "--audit", action="store_true", help="check the conservation laws; exit status 1 when one is broken"
+    )
+    return make
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    try:
+        if args.audit:
+            return _audit(fetch(args.url, "/status/audit", args.api_key), args.json)
+        if args.json:
+            print(json.dumps(fetch(args.url, "/status", args.api_key), indent=2))
+            return 0
+        if args.watch:
+            _watch(args)
+        else:
+            Console().print(table(fetch(args.url, "/status", args.api_key)))
+    except OSError as error:
+        print(f"pageferry status: {args.url} does not answer: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def fetch(url: str, path: str, api_key: str | None = None) -> dict[str, Any]:
+    """Raises OSError when the service is not there or refuses."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{path} answered {error.code}: {error.read(300).decode(errors='replace')}") from None
+
+
+def _watch(args: argparse.Namespace) -> None:
+    with Live(refresh_per_second=4) as live:
+        try:
+            while True:
+                live.update(table(fetch(args.url, "/status", args.api_key)))
+                time.sleep(args.every)
+        except KeyboardInterrupt:
+            return
+
+
+def _audit(found: dict[str, Any], as_json: bool) -> int:
+    breaches = found.get("breaches", [])
+    if as_json:
+        print(json.dumps(found, indent=2))
+    elif breaches:
+        print("\n".join(breaches))
+    else:
+        print(f"all laws hold: {found.get('tickets_live', 0)} tickets live, {found.get('tickets_ended', 0)} ended")
+    return 1 if breaches else 0
+
+
+def table(status: dict[str, Any]) -> Group:
+    replicas = Table(title=_title(status), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in ("pool", "replica", "state"):
+        replicas.add_column(name, no_wrap=True)
+    for name in ("pages held", "quarantined", "held", "run", "wait", "tok/s"):
+        replicas.add_column(name, justify="right", no_wrap=True)
+    for pool, found in status["pools"].items():
+        for each in found["replicas"]:
+            replicas.add_row(*_replica_row(pool, each))
+        if not found["replicas"]:
+            replicas.add_row(pool, "-", "no replica", *[""] * 6)
+    return Group(replicas, Text(_summary(status)))
+
+
+def _title(status: dict[str, Any]) -> str:
+    return f"{status.get('model', '')}, controller epoch {status.get('epoch', '?')}"
+
+
+def _replica_row(pool: str, each: dict[str, Any]) -> list[str]:
+    total, held = each["blocks_total"], each["blocks_held"]
+    return [
+        pool,
+        each["replica_id"],
+        each.get("state", ""),
+        f"{held:,} / {total:,}",
+        f"{each['blocks_quarantined']:,}",
+        f"{held / total:.1%}" if total else "-",
+        str(each["running"]),
+        str(each["waiting"]),
+        f"{each.get('tokens_per_s', 0.0):,.0f}",
+    ]
+
+
+def _summary(status: dict[str, Any]) -> str:
+    tickets, staging, ferry = status["tickets"], status["staging"], status["ferry"]
+    states = ", ".join(f"{count} {state}" for state, count in tickets["by_state"].items() if count)
+    ended = ", ".join(f"{count:,} {outcome}" for outcome, count in tickets.get("ended", {}).items())
+    return "\n".join(
+        [
+            f"tickets   {tickets['in_flight']} in flight"
+            + (f" ({states})" if states else "")
+            + (f"; ended: {ended}" if ended else ""),
+            f"staging   {size(staging['bytes_held'])} of {size(staging['bytes_max'])} held",
+            f"ferry     {size(ferry['bytes_moved'])} moved, {ferry['tokens_moved']:,} prompt tokens taken over, "
+            f"{ferry['tokens_recomputed']:,} computed again by decode",
+        ]
+    )
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")

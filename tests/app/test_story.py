@@ -1,0 +1,222 @@
+"""What a request does next. Invariants first:
+
+1. Every road ends: from any state, `Cancelled` ends the story, and nothing moves it afterwards.
+2. A story has at most one replica loss in flight, and no more than MAX_LOSSES in all.
+3. Once it has been submitted to a decode replica, only an answer about that very replica moves it elsewhere.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.nouns import Busy, HandOver, Lease, Outcome, Role, Seal, Ticket, Verdict
+from app import story
+from app.story import (
+    Admit,
+    Admitted,
+    AwaitHandOver,
+    Broken,
+    Cancelled,
+    Carried,
+    DecodeLost,
+    End,
+    Finished,
+    Follow,
+    HandedOver,
+    NoHandOver,
+    Phase,
+    Prefill,
+    Prefilled,
+    PrefillLost,
+    Recovery,
+    Refused,
+    ReportLost,
+    Story,
+    Stream,
+    Submit,
+    Submitted,
+)
+
+FULL = Busy(reason="decode is full", retry_after_s=2.5)
+
+
+def ticket(attempt: int = 1, *, prefill: str | None = "p1", decode: str = "d1") -> Ticket:
+    return Ticket(
+        ticket_id=7, attempt=attempt, request_id="r", frontend_id="f", epoch=1, decode=decode, prefill=prefill
+    )
+
+
+def hand_over(attempt: int = 1) -> HandOver:
+    seal = Seal(ticket_id=7, attempt=attempt, layout_fingerprint="l", num_tokens=40, digests=((1, 2),))
+    lease = Lease(ticket_id=7, attempt=attempt, node_id="n", segment="s", offset=0, num_bytes=64)
+    return HandOver(ticket_id=7, attempt=attempt, seal=seal, lease=lease, deadline_s=5.0)
+
+
+def tell(*events: story.Event, recovery: Recovery = Recovery.RESUME) -> tuple[Story, list[story.Action]]:
+    now, action = story.begin(recovery)
+    actions: list[story.Action] = [action]
+    for event in events:
+        now, following = story.step(now, event)
+        if following is not None:
+            actions.append(following)
+    return now, actions
+
+
+def test_a_request_goes_over_both_pools() -> None:
+    now, actions = tell(Admitted(ticket()), Prefilled(), HandedOver(hand_over()), Submitted(), Finished())
+    assert [type(action) for action in actions] == [Admit, Prefill, AwaitHandOver, Submit, Stream, End]
+    assert actions[3] == Submit(ticket(), hand_over())
+    assert actions[-1] == End(Outcome.DONE)
+    assert now.phase is Phase.ENDED
+
+
+def test_a_ticket_without_prefill_goes_straight_to_decode() -> None:
+    _, actions = tell(Admitted(ticket(prefill=None)), Submitted())
+    assert actions[1] == Submit(ticket(prefill=None), None)
+
+
+def test_no_room_is_429_with_the_time_to_come_back() -> None:
+    _, actions = tell(Refused(FULL))
+    end = actions[-1]
+    assert isinstance(end, End) and end.fault is not None
+    assert (end.fault.status, end.fault.retry_after_s) == (429, 2.5)
+    assert "decode is full" in end.fault.message
+
+
+def test_a_lost_prefill_goes_elsewhere_or_to_decode_alone() -> None:
+    _, actions = tell(
+        Admitted(ticket()),
+        PrefillLost("died"),
+        Admitted(ticket(2, prefill="p2")),
+        PrefillLost("died too"),
+        Admitted(ticket(3, prefill=None)),
+    )
+    assert actions[2] == ReportLost(ticket(), Role.PREFILL, "p1", "died", 0)
+    assert actions[3] == Prefill(ticket(2, prefill="p2"))
+    assert actions[4] == ReportLost(ticket(2, prefill="p2"), Role.PREFILL, "p2", "died too", 0)
+    assert actions[5] == Submit(ticket(3, prefill=None), None)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.MISMATCH, Verdict.STALE, Verdict.WRONG_LAYOUT])
+def test_decode_computes_a_prompt_whose_pages_have_no_proof(verdict: Verdict) -> None:
+    _, actions = tell(Admitted(ticket()), Prefilled(), NoHandOver(verdict))
+    assert actions[-1] == Submit(ticket(), None)
+
+
+def test_a_seal_that_does_not_come_is_a_lost_prefill() -> None:
+    _, actions = tell(Admitted(ticket()), Prefilled(), NoHandOver(Verdict.MISSING))
+    assert isinstance(actions[-1], ReportLost) and actions[-1].role is Role.PREFILL
+
+
+@pytest.mark.parametrize("recovery", [Recovery.RESUME, Recovery.REPLAY])
+def test_a_lost_decode_is_resumed_elsewhere(recovery: Recovery) -> None:
+    _, actions = tell(
+        Admitted(ticket(prefill=None)),
+        Submitted(),
+        DecodeLost("d1", "killed", 5),
+        Admitted(ticket(2, prefill="p1", decode="d2")),
+        Prefilled(),
+        HandedOver(hand_over(2)),
+        recovery=recovery,
+    )
+    assert actions[3] == ReportLost(ticket(prefill=None), Role.DECODE, "d1", "killed", 5)
+    assert actions[-1] == Submit(ticket(2, prefill="p1", decode="d2"), hand_over(2))
+
+
+def test_what_cannot_be_continued_exactly_fails_clearly_once_tokens_are_out() -> None:
+    events = (Admitted(ticket(prefill=None)), Submitted())
+    _, actions = tell(*events, DecodeLost("d1", "killed", 5), recovery=Recovery.NONE)
+    end = actions[-1]
+    assert isinstance(end, End) and end.outcome is Outcome.FAILED and end.fault is not None
+    assert end.fault.status == 503 and "after 5 tokens (killed)" in end.fault.message
+    _, actions = tell(*events, DecodeLost("d1", "killed", 0), recovery=Recovery.NONE)
+    assert isinstance(actions[-1], ReportLost)  # nothing was out: it just starts again
+
+
+def test_no_other_decode_is_503() -> None:
+    _, actions = tell(Admitted(ticket(prefill=None)), Submitted(), DecodeLost("d1", "killed", 5), Refused(FULL))
+    end = actions[-1]
+    assert isinstance(end, End) and end.fault is not None
+    assert (end.fault.status, end.fault.retry_after_s) == (503, 2.5)
+
+
+def test_decode_dying_during_prefill_reports_decode() -> None:
+    _, actions = tell(Admitted(ticket()), DecodeLost("d1", "killed", 0))
+    assert actions[-1] == ReportLost(ticket(), Role.DECODE, "d1", "killed", 0)
+
+
+def test_the_death_of_another_replica_is_not_ours() -> None:
+    now, actions = tell(Admitted(ticket(prefill=None)), Submitted(), DecodeLost("d9", "killed", 5))
+    assert now.phase is Phase.STREAM and isinstance(actions[-1], Stream)
+
+
+def test_a_request_that_kills_replicas_is_stopped() -> None:
+    events: list[story.Event] = [Admitted(ticket(prefill=None, decode="d0")), Submitted()]
+    for number in range(story.MAX_LOSSES + 1):
+        events += [
+            DecodeLost(f"d{number}", "killed", 1),
+            Admitted(ticket(number + 2, prefill=None, decode=f"d{number + 1}")),
+            Submitted(),
+        ]
+    now, actions = tell(*events)
+    assert now.losses == story.MAX_LOSSES
+    assert [type(a) for a in actions].count(ReportLost) == story.MAX_LOSSES
+    assert isinstance(actions[-1], End) and actions[-1].outcome is Outcome.FAILED
+
+
+def test_a_sibling_follows_the_carrier() -> None:
+    _, actions = tell(Admitted(ticket(), carrier=False), Carried(), Submitted())
+    assert [type(action) for action in actions] == [Admit, Follow, Submit, Stream]
+    assert actions[2] == Submit(ticket(), None)
+
+
+EVENTS = st.one_of(
+    st.builds(
+        lambda attempt, prefill, decode, carrier: Admitted(ticket(attempt, prefill=prefill, decode=decode), carrier),
+        st.integers(1, 9),
+        st.sampled_from([None, "p1"]),
+        st.sampled_from(["d1", "d2"]),
+        st.booleans(),
+    ),
+    st.just(Refused(FULL)),
+    st.just(Prefilled()),
+    st.just(PrefillLost("died")),
+    st.just(HandedOver(hand_over())),
+    st.sampled_from(Verdict).map(NoHandOver),
+    st.just(Carried()),
+    st.just(Submitted()),
+    st.builds(DecodeLost, st.sampled_from(["d1", "d2"]), st.just("killed"), st.integers(0, 3)),
+    st.just(Finished()),
+    st.just(Broken("bug")),
+)
+
+
+@given(st.lists(EVENTS, max_size=60), st.sampled_from(Recovery), EVENTS)
+def test_every_road_can_be_ended_and_stays_ended(
+    events: list[story.Event], recovery: Recovery, late: story.Event
+) -> None:
+    now, _ = tell(*events, recovery=recovery)
+    assert now.losses <= story.MAX_LOSSES
+    before = now.phase
+    now, action = story.step(now, Cancelled())
+    assert now.phase is Phase.ENDED
+    if before is not Phase.ENDED:
+        assert action == End(Outcome.CANCELLED)
+    assert story.step(now, late) == (now, None)
+
+
+@given(st.lists(EVENTS, max_size=60), st.sampled_from(Recovery))
+def test_a_story_only_submits_to_the_replica_of_its_ticket(events: list[story.Event], recovery: Recovery) -> None:
+    now, action = story.begin(recovery)
+    for event in events:
+        now, following = story.step(now, event)
+        if isinstance(following, Submit):
+            assert following.ticket == now.ticket and now.submitted
+        if isinstance(following, ReportLost) and following.role is Role.DECODE:
+            assert isinstance(event, DecodeLost)
+            assert following.replica_id == event.replica_id == following.ticket.decode
+        if following is not None:
+            action = following
+    assert isinstance(action, End) == (now.phase is Phase.ENDED)
