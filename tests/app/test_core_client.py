@@ -1,0 +1,432 @@
+"""One request's way through the engine core client, with every wire in the test's hands.
+
+Invariants, checked at the end of every test by `settled`:
+1. Every ticket that was granted is ended exactly once.
+2. A decode replica that lives and has an unfinished request of ours was told to abort it.
+3. Nothing of a request is left in the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from far_side import FarSide, request, tokens_of, until
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.v1.engine import FinishReason
+
+from actors.nouns import Busy, Order, Outcome, Role, Verdict
+from app.core_client import FAMILY, LEAVING, FerryCoreClient
+from app.family import Family
+from app.story import Fault
+
+STOP = FinishReason.STOP
+
+
+async def settled(client: FerryCoreClient, far: FarSide, finished: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    await until(lambda: not client.runs and not client.families)
+    granted = len(far.admits) if far.admit_answer is None else 0
+    assert sorted(ticket for ticket, _, _ in far.ends) == list(range(1, granted + 1))
+    for decode in far.decodes.values():
+        if decode.alive:
+            assert set(decode.submitted) - finished <= set(decode.aborted)
+    client.shutdown()
+
+
+async def cancel(client: FerryCoreClient, *request_ids: str) -> None:
+    token = LEAVING.set(True)
+    await client.abort_requests_async(list(request_ids))
+    LEAVING.reset(token)
+
+
+async def test_tokens_arrive_once_and_in_order() -> None:
+    far = FarSide()
+    client = far.client()
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    assert far.prefill_calls == [("p1", 1)]
+    assert d1.hand_overs["r"] is not None
+    d1.emit("r", 5, cached=9)
+    first = await client.get_output_async()
+    # What a single engine would report: the prompt's tokens found in prefill's own prefix cache.
+    assert first.outputs[0].prefill_stats is not None and first.outputs[0].prefill_stats.num_cached_tokens == 3
+    d1.emit("r", 6, 7)
+    d1.emit("r", 8, finish=STOP)
+    assert await tokens_of(client, "r", 3) == [6, 7, 8]
+    await settled(client, far, {"r"})
+    assert far.ends == [(1, Outcome.DONE, 4)]
+
+
+async def test_prefill_gets_a_plain_request_and_decode_the_clients_own() -> None:
+    far = FarSide()
+    client = far.client()
+    await client.add_request_async(request(max_tokens=5, presence_penalty=0.5, seed=3, temperature=0.7, logprobs=2))
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    params = d1.submitted["r"].sampling_params
+    assert params is not None
+    assert (params.max_tokens, params.presence_penalty, params.seed, params.logprobs) == (5, 0.5, 3, 2)
+    await cancel(client, "r")
+    await settled(client, far)
+
+
+async def test_no_room_raises_429_before_anything_is_sent() -> None:
+    far = FarSide()
+    far.admit_answer = Busy(reason="decode is full", retry_after_s=3.0)
+    client = far.client()
+    with pytest.raises(GracefulHTTPError, match="decode is full") as caught:
+        await client.add_request_async(request())
+    assert caught.value.http_status == 429
+    await settled(client, far)
+    assert not far.prefill_calls and not far.ends
+
+
+async def test_internal_fields_never_reach_an_engine() -> None:
+    client = FarSide().client()
+    with pytest.raises(VLLMValidationError, match="kv_transfer_params"):
+        await client.add_request_async(request(extra_args={"kv_transfer_params": {"pageferry": {}}}))
+    assert not client.runs
+
+
+@pytest.mark.parametrize("phase", ["admit", "prefill", "submit", "stream"])
+async def test_a_client_that_leaves_is_heard_in_every_phase(phase: str) -> None:
+    far = FarSide()
+    gate = {"admit": far.admit_gate, "prefill": far.prefill_gate, "submit": far.submit_gate}.get(phase)
+    if gate is not None:
+        gate.clear()
+    client = far.client()
+    adding = asyncio.ensure_future(client.add_request_async(request()))
+    d1 = far.decodes["d1"]
+    if phase == "admit":
+        await asyncio.sleep(0.01)
+        adding.cancel()
+        await until(lambda: far.withdrawn == 1)
+        await settled(client, far)
+        return
+    await adding
+    if phase == "prefill":
+        await until(lambda: far.prefill_calls)
+    elif phase == "submit":
+        await until(lambda: d1.streams)
+        await asyncio.sleep(0.01)
+    else:
+        await until(lambda: "r" in d1.submitted)
+        d1.emit("r", 5)
+        await tokens_of(client, "r", 1)
+    await cancel(client, "r")
+    if phase == "prefill":
+        await until(lambda: far.prefill_cancelled == 1)
+    if phase == "submit":
+        await asyncio.sleep(0.01)
+        assert not far.ends, "the call to decode is under way: the abort must come after it"
+        far.submit_gate.set()
+    await settled(client, far)
+    assert [outcome for _, outcome, _ in far.ends] == [Outcome.CANCELLED]
+
+
+async def test_a_stop_string_ends_it_as_done_and_decode_is_told() -> None:
+    far = FarSide()
+    client = far.client()
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", 5)
+    await tokens_of(client, "r", 1)
+    await client.abort_requests_async(["r"])  # as AsyncLLM's output handler does when it finds a stop string
+    await settled(client, far)
+    assert far.ends == [(1, Outcome.DONE, 1)] and d1.aborted == ["r"]
+
+
+async def test_a_lost_prefill_is_prefilled_elsewhere() -> None:
+    far = FarSide()
+    far.prefill_fails["p1"] = RuntimeError("no staging room")
+    far.lost_answers = [far.ticket(1, 2, prefill="p2")]
+    client = far.client()
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    assert far.prefill_calls == [("p1", 1), ("p2", 2)]
+    assert far.losses == [(Role.PREFILL, "p1", "RuntimeError: no staging room", 0)]
+    hand_over = d1.hand_overs["r"]
+    assert hand_over is not None and hand_over.attempt == 2
+    d1.emit("r", 5, finish=STOP)
+    await tokens_of(client, "r", 1)
+    await settled(client, far, {"r"})
+
+
+async def test_a_prefill_that_hangs_is_given_up_at_the_deadline() -> None:
+    far = FarSide()
+    far.prefill_gate.clear()
+    far.lost_answers = [far.ticket(1, 2)]
+    client = far.client()
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted, 4.0)
+    assert far.prefill_cancelled == 1 and "no answer within" in far.losses[0][2]
+    assert d1.hand_overs["r"] is None
+    await cancel(client, "r")
+    await settled(client, far)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.MISMATCH, Verdict.STALE])
+async def test_a_prompt_without_proof_is_computed_by_decode(verdict: Verdict) -> None:
+    far = FarSide()
+    far.hand_over_answer = verdict
+    client = far.client()
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    assert d1.hand_overs["r"] is None
+    d1.emit("r", 5, cached=0, finish=STOP)
+    first = await client.get_output_async()
+    assert first.outputs[0].prefill_stats is not None and first.outputs[0].prefill_stats.num_cached_tokens == 0
+    await settled(client, far, {"r"})
+
+
+async def test_a_lost_decode_is_resumed_from_the_tokens_so_far() -> None:
+    far = FarSide()
+    far.use_prefill = False
+    far.lost_answers = [far.ticket(1, 2, decode="d2")]
+    client = far.client()
+    await client.add_request_async(request(max_tokens=8, min_tokens=4, repetition_penalty=1.2))
+    d1, d2 = far.decodes["d1"], far.decodes["d2"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", 50)
+    d1.emit("r", 51)
+    assert await tokens_of(client, "r", 2) == [50, 51]
+    d1.die()
+    await until(lambda: "r~2" in d2.submitted)
+    again = d2.submitted["r~2"]
+    assert again.prompt_token_ids == [*range(10), 50, 51]
+    assert again.sampling_params is not None
+    assert (again.sampling_params.max_tokens, again.sampling_params.min_tokens) == (6, 2)
+    assert [loss[:2] + loss[3:] for loss in far.losses] == [(Role.DECODE, "d1", 2)]
+    d2.emit("r~2", 52, cached=12, finish=STOP)
+    outputs = await client.get_output_async()
+    assert outputs.outputs[0].new_token_ids == [52]
+    assert outputs.outputs[0].prefill_stats is None, "usage is counted once"
+    await settled(client, far, {"r~2"})
+    assert far.ends == [(1, Outcome.DONE, 3)]
+
+
+async def test_late_tokens_of_a_replica_that_was_given_up_are_dropped() -> None:
+    far = FarSide()
+    far.use_prefill = False
+    far.lost_answers = [far.ticket(1, 2, decode="d2")]
+    client = far.client()
+    await client.add_request_async(request())
+    d1, d2 = far.decodes["d1"], far.decodes["d2"]
+    await until(lambda: "r" in d1.submitted)
+    client.obey(Order(kind="lost", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="silent"))
+    await until(lambda: "r~2" in d2.submitted)
+    d1.emit("r", 666)  # it lives after all
+    d2.emit("r~2", 50, finish=STOP)
+    assert await tokens_of(client, "r", 1) == [50]
+    await settled(client, far, {"r", "r~2"})
+
+
+async def test_a_deterministic_request_with_memory_is_replayed_and_compared() -> None:
+    far = FarSide()
+    far.use_prefill = False
+    far.lost_answers = [far.ticket(1, 2, decode="d2")]
+    client = far.client()
+    await client.add_request_async(request(presence_penalty=0.5))
+    d1, d2 = far.decodes["d1"], far.decodes["d2"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", 50)
+    d1.emit("r", 51)
+    await tokens_of(client, "r", 2)
+    d1.die()
+    await until(lambda: "r~2" in d2.submitted)
+    assert d2.submitted["r~2"].prompt_token_ids == [*range(10)]
+    d2.emit("r~2", 50, cached=0)
+    d2.emit("r~2", 51, 52)  # one step may hold more than one token
+    d2.emit("r~2", 53, finish=STOP)
+    assert await tokens_of(client, "r", 2) == [52, 53]
+    await settled(client, far, {"r~2"})
+    assert far.ends == [(1, Outcome.DONE, 4)]
+
+
+@pytest.mark.parametrize("differently", ["token", "end"])
+async def test_a_replay_that_goes_another_way_fails_clearly(differently: str) -> None:
+    far = FarSide()
+    far.use_prefill = False
+    far.lost_answers = [far.ticket(1, 2, decode="d2")]
+    client = far.client()
+    faults: list[tuple[str, Fault]] = []
+    client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
+    await client.add_request_async(request(presence_penalty=0.5))
+    d1, d2 = far.decodes["d1"], far.decodes["d2"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", 50)
+    d1.emit("r", 51)
+    await tokens_of(client, "r", 2)
+    d1.die()
+    await until(lambda: "r~2" in d2.submitted)
+    if differently == "token":
+        d2.emit("r~2", 99)
+    else:
+        d2.emit("r~2", 50, finish=STOP)
+    await until(lambda: faults)
+    assert "did not reproduce" in faults[0][1].message
+    await settled(client, far, {"r~2"} if differently == "end" else set())
+    assert far.ends == [(1, Outcome.FAILED, 2)]
+
+
+async def test_what_cannot_be_continued_exactly_fails_and_says_so() -> None:
+    far = FarSide()
+    far.use_prefill = False
+    client = far.client()
+    faults: list[tuple[str, Fault]] = []
+    client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
+    await client.add_request_async(request(temperature=1.0, presence_penalty=0.5))
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", 50)
+    await tokens_of(client, "r", 1)
+    d1.die()
+    await until(lambda: faults)
+    assert faults[0][0] == "r" and faults[0][1].status == 503 and "no seed" in faults[0][1].message
+    await settled(client, far)
+
+
+async def test_an_engine_error_is_passed_on_and_ends_as_failed() -> None:
+    far = FarSide()
+    client = far.client()
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", finish=FinishReason.ERROR)
+    outputs = await client.get_output_async()
+    assert outputs.outputs[0].finish_reason is FinishReason.ERROR
+    await settled(client, far, {"r"})
+    assert far.ends == [(1, Outcome.FAILED, 0)]
+
+
+class TestFamily:
+    """n > 1: one ticket, one hand-over; siblings ride decode's prefix cache behind the carrier."""
+
+    async def add(self, client: FerryCoreClient, count: int) -> Family:
+        family = Family(count)
+        token = FAMILY.set(family)
+        try:
+            for index in range(count):
+                await client.add_request_async(request(f"{index}_r"))
+        finally:
+            FAMILY.reset(token)
+            await client.close_family(family)
+        return family
+
+    async def test_one_hand_over_serves_all(self) -> None:
+        far = FarSide()
+        client = far.client()
+        await self.add(client, 3)
+        d1 = far.decodes["d1"]
+        await until(lambda: "0_r" in d1.submitted)
+        await asyncio.sleep(0.02)
+        assert list(d1.submitted) == ["0_r"], "the others wait until the prompt is on decode"
+        assert far.admits[0].num_sequences == 3 and len(far.admits) == 1
+        d1.emit("0_r", 50)
+        await until(lambda: len(d1.submitted) == 3)
+        assert len(far.prefill_calls) == 1
+        assert [d1.hand_overs[f"{i}_r"] is not None for i in range(3)] == [True, False, False]
+        for index in range(3):
+            d1.emit(f"{index}_r", 60 + index, finish=STOP)
+        await settled(client, far, {"0_r", "1_r", "2_r"})
+        assert far.ends == [(1, Outcome.DONE, 4)]
+
+    async def test_siblings_go_on_when_the_carrier_is_cancelled(self) -> None:
+        far = FarSide()
+        far.prefill_gate.clear()
+        client = far.client()
+        await self.add(client, 2)
+        await until(lambda: far.prefill_calls)
+        await cancel(client, "0_r")
+        d1 = far.decodes["d1"]
+        await until(lambda: "1_r" in d1.submitted)
+        d1.emit("1_r", 50, finish=STOP)
+        await settled(client, far, {"1_r"})
+        assert far.ends == [(1, Outcome.CANCELLED, 1)]
+
+    async def test_a_lost_decode_moves_the_family_once(self) -> None:
+        far = FarSide()
+        far.lost_answers = [far.ticket(1, 2, prefill="p1", decode="d2")]
+        client = far.client()
+        await self.add(client, 2)
+        d1, d2 = far.decodes["d1"], far.decodes["d2"]
+        await until(lambda: "0_r" in d1.submitted)
+        d1.emit("0_r", 50)
+        await until(lambda: "1_r" in d1.submitted)
+        d1.emit("1_r", 60)
+        await until(lambda: all(run.tokens for run in client.runs.values()))
+        d1.die()
+        await until(lambda: d2.submitted)
+        assert len(far.losses) == 1 and far.losses[0][3] == 2
+        [carrier] = d2.submitted
+        d2.emit(carrier, 70)
+        await until(lambda: len(d2.submitted) == 2)
+        for engine_id in list(d2.submitted):
+            d2.emit(engine_id, 80, finish=STOP)
+        await settled(client, far, set(d2.submitted))
+        assert far.ends == [(1, Outcome.DONE, 5)]
+
+    async def test_a_family_that_is_refused_leaves_nothing(self) -> None:
+        far = FarSide()
+        far.admit_answer = Busy(reason="full", retry_after_s=1.0)
+        client = far.client()
+        with pytest.raises(GracefulHTTPError):
+            await self.add(client, 3)
+        await settled(client, far)
+
+
+async def test_a_leaving_replica_keeps_its_stream_until_its_last_request_has_ended() -> None:
+    far = FarSide()
+    client = far.client()
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    client.replica_leaving("d1")
+    d1.emit("r", 50)
+    assert await tokens_of(client, "r", 1) == [50]
+    assert d1.streams == 1
+    d1.emit("r", 51, finish=STOP)
+    await until(lambda: d1.streams == 0)
+    await settled(client, far, {"r"})
+
+
+async def test_the_controller_can_give_a_ticket_up() -> None:
+    far = FarSide()
+    client = far.client()
+    faults: list[tuple[str, Fault]] = []
+    client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
+    await client.add_request_async(request())
+    await until(lambda: "r" in far.decodes["d1"].submitted)
+    client.obey(Order(kind="cancelled", ticket_id=1, attempt=9, reason="of another attempt"))
+    await asyncio.sleep(0.01)
+    assert not faults
+    client.obey(Order(kind="cancelled", ticket_id=1, attempt=1, reason="drained by hand"))
+    await until(lambda: faults)
+    assert faults[0][1].status == 503 and "drained by hand" in faults[0][1].message
+    await settled(client, far)
+
+
+async def test_claims_say_what_a_new_controller_must_know() -> None:
+    far = FarSide()
+    client = far.client()
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", 50)
+    await tokens_of(client, "r", 1)
+    [claim] = client.claims()
+    assert (claim.ticket.ticket_id, claim.request.request_id, claim.num_output_tokens, claim.decoding) == (
+        1,
+        "r",
+        1,
+        True,
+    )
+    assert client.live_tickets() == (1,)
+    await cancel(client, "r")
+    await settled(client, far)
+    assert not client.claims()
