@@ -1,0 +1,53 @@
+"""From a pool to the options of its Serve deployment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+
+from cluster.placement import deployment_options, frontend_options, resources
+from cluster.spec import ClusterSpec, PoolSpec
+
+
+def spec(**decode: Any) -> ClusterSpec:
+    pools = {"prefill": {**decode, "replicas": 2}, "decode": decode}
+    return ClusterSpec.parse({"model": {"path": "m"}, "pools": pools})
+
+
+def test_a_cpu_pool_asks_for_cpus_only() -> None:
+    assert resources(PoolSpec(cpus_per_replica=2)) == {"ray_actor_options": {"num_cpus": 2, "resources": {}}}
+
+
+def test_one_gpu_needs_no_placement_group() -> None:
+    found = resources(PoolSpec(gpus_per_replica=1, resources={"h200": 0.001}))
+    assert found == {"ray_actor_options": {"num_cpus": 1.0, "num_gpus": 1, "resources": {"h200": 0.001}}}
+
+
+def test_a_gpu_group_is_one_bundle_a_gpu_on_one_node() -> None:
+    found = resources(PoolSpec(gpus_per_replica=4, tensor_parallel=4))
+    assert found["placement_group_bundles"] == [{"CPU": 1.0, "GPU": 1.0}, {"GPU": 1.0}, {"GPU": 1.0}, {"GPU": 1.0}]
+    assert found["placement_group_strategy"] == "STRICT_PACK"
+    assert "num_gpus" not in found["ray_actor_options"], "the engine's workers take the GPUs"
+    wide = resources(PoolSpec(gpus_per_replica=16, tensor_parallel=16))
+    assert wide["placement_group_strategy"] == "PACK" and len(wide["placement_group_bundles"]) == 16
+
+
+def test_serve_accepts_the_options() -> None:
+    class Nothing:
+        pass
+
+    for pool in ({}, {"gpus_per_replica": 1}, {"gpus_per_replica": 8, "tensor_parallel": 8}):
+        one = spec(**pool)
+        options = deployment_options(one, "decode")
+        made = serve.deployment(Nothing, **options)
+        assert made.name == "Decode" and made.num_replicas == 1
+    made = serve.deployment(Nothing, **deployment_options(spec(), "prefill"))
+    assert (made.name, made.num_replicas) == ("Prefill", 2)
+    assert serve.deployment(Nothing, **frontend_options(spec())).name == "Frontend"
+
+
+def test_decode_leaves_when_it_is_empty_however_long_that_takes() -> None:
+    assert deployment_options(spec(), "decode")["graceful_shutdown_timeout_s"] >= 24 * 3600
+    tree = spec().model_dump() | {"scaling": {"drain_deadline_s": 90.0}}
+    assert deployment_options(ClusterSpec.parse(tree), "decode")["graceful_shutdown_timeout_s"] == 90.0
