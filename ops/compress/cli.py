@@ -13,7 +13,7 @@ from typing import Any
 from ops.compress.families import PACKABLE, choose, family_of
 from ops.compress.plan import Action, Options, Plan, make_plan
 from ops.compress.progress import ProgressBar
-from ops.compress.quality import State, Verdict, judge, parse_bounds, read_verdict
+from ops.compress.quality import State, Verdict, judge, parse_bounds, read_verdict, store_verdict
 from ops.compress.run import MemoryExceeded, Resources, RunFigures, compress, default_threads
 from ops.compress.source import Checkpoint, open_checkpoint
 
@@ -40,9 +40,11 @@ def parser() -> argparse.ArgumentParser:
     form.add_argument("--keep", action="append", default=[], metavar="KIND", help="keep as it is; kinds as above")
     form.add_argument("--keep-match", action="append", default=[], metavar="REGEX", help="keep modules by name")
     form.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="check that groups fit this tensor parallelism (1)"
+        "--tp", type=int, default=1, metavar="N", help="tensor parallelism that groups must fit; of evaluation (1)"
     )
-    form.add_argument("--shard-gib", type=float, default=2.0, metavar="GIB", help="size of an output file (2)")
+    form.add_argument(
+        "--shard-gib", type=float, default=0.0, metavar="GIB", help="size of an output file (1/16 of all)"
+    )
     work = top.add_argument_group("how")
     work.add_argument("--workers", type=int, default=0, metavar="N", help="processes (one a core)")
     work.add_argument("--max-memory", type=float, default=4.0, metavar="GIB", help="of all processes together (4)")
@@ -52,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     check = top.add_argument_group("is it right, is it good")
     check.add_argument("--verify", action="store_true", help="re-read the result and compare it with the source")
     check.add_argument("--evaluate", type=Path, metavar="TEXT", help="compare the pair's answers on this text")
+    check.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="of the result when evaluated (auto)")
+    check.add_argument("--tokens", type=int, default=8192, metavar="N", help="of TEXT to read (8192)")
+    check.add_argument("--window", type=int, default=512, metavar="N", help="tokens a prompt (512)")
     check.add_argument("--require", action="append", default=[], metavar="BOUND=X",
                        help="max_kl, max_flips, max_ppl, max_ppl_ratio: exit 3 unless judged and within")  # fmt: skip
     return top
@@ -125,6 +130,35 @@ def _verified(
     return not result.problems
 
 
+def _evaluate(args: argparse.Namespace, say: Callable[[str], None]) -> None:
+    from ops.compress import evaluate as evaluation  # engines, tokenizers
+
+    reference = evaluation.Engine(args.source)
+    candidate = evaluation.Engine(args.destination, args.kv_cache_dtype)
+    text = evaluation.read_text(args.evaluate, args.source, args.tokens, args.window)
+    say(f"{len(text.windows)} windows of {args.window} tokens of {args.evaluate}")
+    (comparison,) = evaluation.compare(reference, [candidate], text, args.destination.parent, args.tp, say)
+    verdict = evaluation.verdict_of(comparison, reference, candidate, text)
+    store_verdict(args.destination, judge(verdict, {}))
+
+
+def verdict_table(verdict: Verdict) -> str:
+    """The measures for people, the whole text first, then by position."""
+    assert verdict.measures is not None
+    heads = ("positions", "tokens", "KL, nats", "top-1 flips", "ppl before", "after", "ratio")
+    widths = (14, 7, 28, 26, 11, 11, 0)
+    lines = ["  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))]
+    rows = [("all", verdict.measures)]
+    rows += [(f"{bucket.first}..{bucket.last - 1}", bucket.measures) for bucket in verdict.by_position]
+    for name, m in rows:
+        kl = f"{m.kl.mean:.5f} [{m.kl.low:.5f}, {m.kl.high:.5f}]"
+        flips = f"{m.flips.mean:.4f} [{m.flips.low:.4f}, {m.flips.high:.4f}]"
+        ratio = f"{m.ppl_ratio.mean:.4f} [{m.ppl_ratio.low:.4f}, {m.ppl_ratio.high:.4f}]"
+        cells = (name, str(m.positions), kl, flips, f"{m.ppl_reference.mean:.3f}", f"{m.ppl.mean:.3f}", ratio)
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)))
+    return "\n".join(lines)
+
+
 def _run(args: argparse.Namespace) -> int:
     bounds = parse_bounds(args.require)
     checkpoint = open_checkpoint(args.source)
@@ -147,7 +181,13 @@ def _run(args: argparse.Namespace) -> int:
         say(_run_line(figures))
     if args.verify and not _verified(args, checkpoint, plan, out, say):
         return EXIT_FAILED
+    if args.evaluate:
+        _evaluate(args, say)
     verdict = judge(read_verdict(args.destination), bounds)
+    if bounds and verdict.measures:
+        store_verdict(args.destination, verdict)
+    if verdict.measures:
+        say(verdict_table(verdict))
     out["verdict"] = {"state": verdict.state.value, "reason": verdict.reason, "unmet": verdict.unmet}
     say(f"quality: {verdict.state.value}: {verdict.reason}")
     if args.json:

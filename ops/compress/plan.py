@@ -20,6 +20,7 @@ from ops.compress.tensorfile import OutTensor, TensorRef
 
 FLOATS = ("BF16", "F16", "F32")
 GROUP_SIZES = (32, 64, 128)  # what kernels of engines take
+SHARD_BYTES = (128 << 20, 2 << 30)
 PACK_FACTOR = 8  # INT4 values in one int32
 
 
@@ -36,7 +37,7 @@ class Options:
     group_size: int = 128
     symmetric: bool = True
     clip_grid: tuple[float, ...] = (1.0, 0.95, 0.9, 0.85, 0.8)
-    shard_bytes: int = 2 << 30
+    shard_bytes: int = 0  # of an output file; 0: a sixteenth of the result, within SHARD_BYTES
     tensor_parallel: int = 1
 
 
@@ -195,7 +196,8 @@ def make_plan(checkpoint: Checkpoint, choice: Choice, options: Options) -> Plan:
         raise ValueError(
             f"nothing in {checkpoint.path} would be packed: no module of the kinds {sorted(choice.packed)}"
         )
-    shards = tuple(_cut(tasks, options.shard_bytes))
+    fitting = min(max(sum(task.bytes_out for task in tasks) // 16, SHARD_BYTES[0]), SHARD_BYTES[1])
+    shards = tuple(_cut(tasks, options.shard_bytes or fitting))
     return Plan(options, checkpoint.fingerprint, shards, tuple(ignore_patterns(packed)))
 
 
@@ -204,7 +206,7 @@ def _check_options(options: Options) -> None:
         raise ValueError(f"--group-size {options.group_size}: one of {', '.join(map(str, GROUP_SIZES))}")
     if not options.clip_grid or any(not 0.5 <= ratio <= 1.0 for ratio in options.clip_grid):
         raise ValueError(f"clip ratios {options.clip_grid}: at least one, each from 0.5 to 1")
-    if options.shard_bytes <= 0 or options.tensor_parallel <= 0:
+    if options.shard_bytes < 0 or options.tensor_parallel <= 0:
         raise ValueError(f"shard size {options.shard_bytes} bytes and --tp {options.tensor_parallel} must be positive")
 
 

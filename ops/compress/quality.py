@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -138,6 +139,16 @@ def content_sha256(checkpoint: Path) -> str:
 def verdict_json(verdict: Verdict, checkpoint_sha256: str) -> bytes:
     body = {"version": VERSION, "checkpoint_sha256": checkpoint_sha256, **asdict(verdict)}
     return (json.dumps(body, indent=1) + "\n").encode()
+
+
+def store_verdict(checkpoint: Path, verdict: Verdict) -> None:
+    """Writes quality.json for the checkpoint's bytes as they are now, whole or not at all."""
+    partial = checkpoint / f".{FILE_NAME}.part"
+    with partial.open("wb") as file:
+        file.write(verdict_json(verdict, content_sha256(checkpoint)))
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(partial, checkpoint / FILE_NAME)
 
 
 def _interval(raw: dict[str, Any]) -> Interval:

@@ -53,18 +53,22 @@ def verify(
     result.problems += _check_ignore(plan, destination)
     digests = {entry["file"]: entry["sha256"] for entry in report["files"]}
     errors = {entry["tensor"]: entry["relative_error"] for entry in report["tensors"]}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        jobs = {
-            pool.submit(
-                check_shard, checkpoint.path, destination, shard, plan.options.group_size, digests.get(shard.file, ""),
-                {task.source.name: errors.get(task.source.name) for task in shard.tasks},
-            ): shard
-            for shard in plan.shards
-        }  # fmt: skip
-        for job in as_completed(jobs):
-            result.problems += job.result()
-            on_progress(jobs[job].bytes_in)
+
+    def arguments(shard: Shard) -> tuple[Any, ...]:
+        recorded = {task.source.name: errors.get(task.source.name) for task in shard.tasks}
+        digest = digests.get(shard.file, "")
+        return checkpoint.path, destination, shard, plan.options.group_size, digest, recorded
+
+    if workers == 1:
+        for shard in plan.shards:
+            result.problems += check_shard(*arguments(shard))
+            on_progress(shard.bytes_in)
+    else:
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            jobs = {pool.submit(check_shard, *arguments(shard)): shard for shard in plan.shards}
+            for job in as_completed(jobs):
+                result.problems += job.result()
+                on_progress(jobs[job].bytes_in)
     result.tensors = sum(1 for _ in plan.tasks)
     result.packed = sum(task.action is Action.PACK for task in plan.tasks)
     return result
