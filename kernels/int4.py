@@ -17,7 +17,7 @@ grid, in order:
   symmetric:   s = bf16(max|w| r / 7.5)                         z = 0
   asymmetric:  lo = min(w, 0) r, hi = max(w, 0) r
                s = bf16((hi - lo) / 15)                         z = rne(clamp(-8 - lo / s, -8, 7))
-  s = 2^-7 where that is 0;  y = w (1 / s);  q = clamp(rne(y) + z, -8, 7)
+  s = 2^-7 where that is below 2^-100 (a group of zeros);  y = w (1 / s);  q = clamp(rne(y) + z, -8, 7)
 
 and the r with the least (s s) E is kept, the first of equals, where E = sum of rne(256 clamp(q - z - y, -11, 11))^2
 over the group is a whole number below 2^31: the choice does not depend on the order of a sum, so every backend makes
@@ -39,6 +39,7 @@ from torch import Tensor
 GROUP_SIZES: Final = (32, 64, 128)
 FP8_BLOCK: Final = 128
 SCALE_OF_ZEROS: Final = 2.0**-7
+SCALE_MIN: Final = 2.0**-100
 CLIP_MIN: Final = 0.5
 
 
@@ -119,7 +120,12 @@ def pack_int4(
             values = values * by_column
         q, scale[part], zeros[part] = _quantise(values.view(values.shape[0], -1, group_size), symmetric, grid)
         packed[part] = _pack_nibbles(q.view(values.shape[0], -1))
-    return PackedInt4(packed, scale, None if symmetric else _pack_nibbles(zeros.t()).t().contiguous())
+    return PackedInt4(packed, scale, None if symmetric else pack_rows_of_nibbles(zeros))
+
+
+def pack_rows_of_nibbles(zeros: Tensor) -> Tensor:
+    """Zero points int32 [N, m], each -8..7 -> int32 [ceil(N / 8), m], as compressed-tensors keeps them."""
+    return _pack_nibbles(zeros.t()).t().contiguous()
 
 
 def unpack_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int) -> Tensor:
@@ -142,7 +148,7 @@ def _quantise(w: Tensor, symmetric: bool, grid: tuple[float, ...]) -> tuple[Tens
             lo, hi = w.amin(-1).clamp_max(0.0) * r, w.amax(-1).clamp_min(0.0) * r
             s = (hi - lo) / torch.full((1,), 15.0, device=w.device)
         s = s.to(torch.bfloat16)
-        s = torch.where(s == 0, torch.full_like(s, SCALE_OF_ZEROS), s)
+        s = torch.where(s < SCALE_MIN, torch.full_like(s, SCALE_OF_ZEROS), s)
         inverse = torch.ones_like(s, dtype=torch.float32) / s.to(torch.float32)
         z = torch.zeros_like(inverse) if symmetric else (-8.0 - lo * inverse).clamp(-8.0, 7.0).round()
         y = w * inverse[..., None]

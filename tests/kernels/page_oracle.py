@@ -12,7 +12,7 @@ import numpy as np
 
 from kernels.layout import PageDtype, PageLayout, PageOrder, Rounding
 
-Array = np.ndarray[Any, Any]
+Array = Any
 M64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -72,7 +72,8 @@ def ds_mla_row(bits: Array) -> bytes:
             scale = np.maximum(largest / np.float32(448), np.float32(2.0**-126))
             codes += encode(part, scale, Rounding.NEAREST_EVEN).tobytes()
             scales += np.float32(scale).tobytes()
-    return codes + scales + bits[512:].astype("<u2").tobytes()
+    rope: bytes = bits[512:].astype("<u2").tobytes()
+    return codes + scales + rope
 
 
 def offset(layout: PageLayout, n: Any, h: Any, kv: Any, d: Any) -> Any:

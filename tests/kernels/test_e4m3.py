@@ -24,7 +24,7 @@ def encode_all(backend: str, scale: float, rounding: Rounding) -> np.ndarray:
     out = torch.empty(1, wire.page_bytes, dtype=torch.uint8)
     with dispatch.use_backend(backend):
         dispatch.seal_pages([BF16.view(src.cache_shape(1))], src, wire, [0], out, SealBinding(0, 0), 0)
-    return out.numpy()[0]
+    return np.asarray(out.numpy()[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
