@@ -13,26 +13,23 @@ from typing import Any
 
 from cluster.planning import render
 from cluster.planning.architecture import architecture
+from cluster.planning.arguments import parser
 from cluster.planning.checkpoint import stored
-from cluster.planning.compare import TOLERANCE, compare_status
+from cluster.planning.compare import compare_status
 from cluster.planning.facts import (
     CPU,
     Gpu,
     PlanError,
     gpu,
-    known_gpus,
     known_models,
     model_config,
     model_notes,
     native_weights,
 )
 from cluster.planning.fits import nearest_that_fits
-from cluster.planning.formats import INT4_MODULES, KV, WEIGHTS, kv_format, weight_format
+from cluster.planning.formats import kv_format, weight_format
 from cluster.planning.from_spec import plan_spec
 from cluster.planning.memory import (
-    BLOCK_TOKENS,
-    RUNTIME_GIB,
-    UTILIZATION,
     PoolPlan,
     PoolSettings,
     implied_reserve,
@@ -40,7 +37,7 @@ from cluster.planning.memory import (
 )
 from cluster.planning.published import published_rows
 from cluster.planning.report import explain_pool, explain_service, fits_report, pool_report, service_report
-from cluster.planning.roofline import Constants
+from cluster.planning.roofline import Constants, constants_for
 from cluster.planning.service import ServicePlan, Split, Workload
 from cluster.planning.sharding import Parallel
 from cluster.spec import ClusterSpec, SpecError
@@ -48,69 +45,9 @@ from cluster.spec import ClusterSpec, SpecError
 STATUS_TIMEOUT_S = 10.0
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="pageferry plan", description=__doc__)
-    p.add_argument("model", nargs="?", help=f"{', '.join(known_models())}, or a Hugging Face folder or config.json")
-    p.add_argument("--topology", metavar="FILE", help="plan the pools of a topology file instead")
-    p.add_argument("--published", action="store_true", help="the planner against published figures")
-    pool = p.add_argument_group("decode pool (and prefill, unless given below)")
-    pool.add_argument("--gpu", default=None, help=f"{', '.join(known_gpus())} (default H200)")
-    pool.add_argument("--gpu-hbm-gib", type=float, help="memory of one GPU as the driver shows it")
-    pool.add_argument("--gpu-tb-s", type=float, help="memory bandwidth of one GPU, TB/s")
-    pool.add_argument("--gpu-tflops", type=float, help="dense BF16 peak of one GPU, TFLOP/s")
-    pool.add_argument("--count", type=int, help="GPUs of the pool (default: one replica)")
-    pool.add_argument("--tp", type=int, default=1)
-    pool.add_argument("--pp", type=int, default=1)
-    pool.add_argument("--dp-attention", type=int, default=1, metavar="N", help="data-parallel attention ranks")
-    pool.add_argument("--ep", action="store_true", help="whole experts on ranks, not slices of each")
-    pool.add_argument("--weights", default="auto", help=f"auto (as published), {', '.join(WEIGHTS)}")
-    pool.add_argument("--kv", default="bf16", help=", ".join(KV))
-    pool.add_argument("--int4-group", type=int, help="inputs that share a scale (default 32)")
-    pool.add_argument("--int4-modules", help=f"{', '.join(INT4_MODULES)} (default: experts, or linear without any)")
-    pool.add_argument("--int4-rest", default="bf16", help="bf16 or fp8 for the other linear layers")
-    pool.add_argument("--context", type=int, help="tokens of one request (default: --input + --output)")
-    pool.add_argument("--concurrency", type=int, default=1, help="requests that must fit at once")
-    pool.add_argument("--utilization", type=float, default=UTILIZATION, help="share of HBM the engine may use")
-    pool.add_argument("--activation-gib", type=float, help="forward pass on a GPU (default: estimated)")
-    pool.add_argument("--runtime-gib", type=float, default=RUNTIME_GIB, help="CUDA, NCCL and graphs on a GPU")
-    pool.add_argument("--kv-space-gib", type=float, help="KV space given outright (needed for --gpu CPU)")
-    pool.add_argument("--extra-weights-gib", type=float, default=0.0, help="on every GPU, beyond the config")
-    pool.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS)
-    pool.add_argument("--batched-tokens", type=int, default=8192)
-    pool.add_argument("--sequences", type=int, default=256)
-    pool.add_argument("--mtp", action="store_true", help="load the multi-token-prediction layers")
-    pre = p.add_argument_group("prefill pool")
-    pre.add_argument("--prefill-gpu")
-    pre.add_argument("--prefill-tp", type=int)
-    pre.add_argument("--prefill-pp", type=int)
-    pre.add_argument("--prefill-weights", help="default: as --weights")
-    pre.add_argument("--prefill-kv", default="bf16")
-    work = p.add_argument_group("workload")
-    work.add_argument("--input", type=int, default=8192, help="prompt tokens a request")
-    work.add_argument("--output", type=int, default=1000, help="answer tokens a request")
-    work.add_argument("--rate", type=float, help="requests a second (default: what the GPUs do)")
-    work.add_argument("--tpot-ms", type=float, help="slowest time a token that is acceptable")
-    work.add_argument("--total-gpus", type=int, help="GPUs to split between prefill and decode")
-    work.add_argument("--gpu-price", type=float, help="per GPU and hour")
-    work.add_argument("--link-gb-s", type=float, default=50.0, help="between nodes, GB/s a GPU")
-    work.add_argument("--lease-s", type=float, default=60.0)
-    const = p.add_argument_group("constants of the roofline (see --explain)")
-    const.add_argument("--layer-overhead-us", type=float, default=Constants().layer_overhead_us)
-    const.add_argument("--prefill-efficiency", type=float, default=Constants().prefill_efficiency)
-    const.add_argument("--memory-efficiency", type=float, default=Constants().memory_efficiency)
-    out = p.add_argument_group("output")
-    out.add_argument("--json", action="store_true")
-    out.add_argument("--explain", action="store_true", help="the formula of every figure, numbers put in")
-    out.add_argument("--picture", type=Path, metavar="FILE.png")
-    out.add_argument("--implied-by", type=int, metavar="TOKENS", help="the reserve that a known KV capacity implies")
-    out.add_argument("--check", metavar="URL", help="compare a running service (or a saved /status) with the plan")
-    out.add_argument("--tolerance", type=float, default=TOLERANCE)
-    return p
-
-
 def main(argv: list[str] | None = None) -> int:
     """0: planned and it fits (or the check agrees). 1: it does not. 2: the arguments are wrong."""
-    args = parser().parse_args(argv)
+    args = parser(__doc__ or "").parse_args(argv)
     try:
         if args.published:
             return _published(args)
@@ -148,7 +85,8 @@ def _published(args: argparse.Namespace) -> int:
 def _topology(args: argparse.Namespace) -> int:
     spec = ClusterSpec.load(args.topology)
     device = _device(args, args.gpu) if args.gpu else None
-    plans = plan_spec(spec, device)
+    weights = {"decode": args.weights, "prefill": args.prefill_weights or args.weights}
+    plans = plan_spec(spec, device, args.model, weights)
     if not plans:
         raise PlanError(f"{args.topology}: no pool has a known memory; set kv_cache_gib on CPU pools")
     if args.check:
@@ -239,16 +177,22 @@ def _service(
     args: argparse.Namespace, prefill: PoolPlan, decode: PoolPlan, notes: list[str]
 ) -> tuple[ServicePlan | None, Split | None]:
     """The pair under the workload. What cannot be served becomes a note: the memory tables are still of use."""
-    constants = Constants(args.layer_overhead_us, args.prefill_efficiency, args.memory_efficiency)
+    constants = [_constants(args, plan.settings.gpu) for plan in (prefill, decode)]
     work = Workload(args.input, args.output, args.rate, args.tpot_ms, args.lease_s, args.link_gb_s, args.gpu_price)
     try:
-        service = ServicePlan(prefill, decode, work, constants, constants)
+        service = ServicePlan(prefill, decode, work, *constants)
         return service, service.recommend(args.total_gpus)
     except PlanError as error:
         if args.total_gpus is not None and decode.fits and prefill.fits:
             raise
         notes.append(f"no split: {error}")
         return None, None
+
+
+def _constants(args: argparse.Namespace, device: Gpu) -> Constants:
+    names = ("layer_overhead_us", "prefill_efficiency", "memory_efficiency")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return replace(constants_for(device), **given)
 
 
 def _show(

@@ -37,8 +37,9 @@ def compare_status(status: Mapping[str, Any], plans: Mapping[str, PoolPlan], tol
     """Every number that both the status and the plan have, for each replica of the pools in `plans`.
 
     `status["pools"][pool]["replicas"]` lists replicas with `blocks_total` and, at the replica, its pool or the top,
-    `layout` (a page layout's fields) and `engine` (`kv_cache_bytes`, `weights_bytes`). Geometry must agree exactly,
-    sizes within `tolerance`. Raises PlanError when nothing can be compared: a check that cannot fail is none.
+    `layout` (a page layout's fields) and `engine` (`kv_cache_bytes`, `weights_bytes`, `weights_loaded_bytes`).
+    Geometry must agree exactly, sizes within `tolerance`. Raises PlanError when nothing can be compared: a check that
+    cannot fail is none.
     """
     rows: list[Row] = []
     pools = status.get("pools")
@@ -70,7 +71,9 @@ def _replica_rows(name: str, scopes: Sequence[Mapping[str, Any]], plan: PoolPlan
     blocks = scopes[0].get("blocks_total")
     block_tokens = layout.get("page_tokens", plan.settings.block_tokens)
     if isinstance(blocks, int):
-        add("KV tokens", plan.kv_tokens_replica, blocks * block_tokens)
+        # A service counts the pages that requests can have: all but the one vLLM keeps for itself in each cache.
+        usable = max(0, plan.blocks - 1) * plan.settings.parallel.dp * plan.settings.block_tokens
+        add("KV tokens", usable, blocks * block_tokens)
     if layout:
         arch = plan.arch
         latent = arch.mla is not None
@@ -82,9 +85,14 @@ def _replica_rows(name: str, scopes: Sequence[Mapping[str, Any]], plan: PoolPlan
         )
         if layout.get("page_tokens") == plan.settings.block_tokens:
             add("page bytes", plan.page_bytes, layout.get("page_bytes"), exact=arch.dsa is None)
-    kv_planned = plan.blocks * plan.page_bytes
-    add("KV cache bytes", kv_planned, engine.get("kv_cache_bytes"))
-    add("weights bytes", plan.resident_bytes, engine.get("weights_bytes"))
+    add("KV cache bytes", plan.blocks * plan.page_bytes, engine.get("kv_cache_bytes"))
+    if plan.settings.gpu.is_cpu:
+        # The CPU build moves linear layers into packed copies that no tensor shows; only a count taken at loading can
+        # be compared, and MLA's absorbed copies come after it.
+        held = plan.tightest.held
+        add("weights bytes", held.total - held.absorbed, engine.get("weights_loaded_bytes"))
+    else:
+        add("weights bytes", plan.resident_bytes, engine.get("weights_bytes"))
     return rows
 
 

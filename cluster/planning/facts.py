@@ -44,7 +44,7 @@ class Gpu:
 
 CPU = "CPU"
 # A host core pool: memory for KV is given explicitly (VLLM_CPU_KVCACHE_SPACE), speed by --gpu-tb-s and --gpu-tflops.
-_CPU = Gpu(CPU, hbm_gib=0.0, hbm_tb_s=0.02, bf16_tflops=0.2, fp8_tflops=0.0, link_gb_s=10.0)
+_CPU = Gpu(CPU, hbm_gib=0.0, hbm_tb_s=0.012, bf16_tflops=0.1, fp8_tflops=0.0, link_gb_s=10.0)
 
 
 @cache

@@ -129,7 +129,7 @@ def _moves(plan: PoolPlan) -> Iterator[_Move]:
     yield _Move("context", "", 1.3, lambda now: _shorter(plan, now))
     yield _Move("concurrency", "", 1.3, lambda now: _fewer(plan, now))
     if s.gpu.is_cpu:
-        yield _Move("kv_space_gib", "", 1.1, lambda now: _more_space(plan, now))
+        yield _Move("kv_space_gib", "", 0.5, lambda now: _more_space(plan, now))
         return
     if s.kv_space_gib is None and s.utilization < MOST_UTILIZATION:
         change = f"{s.utilization:g} -> {MOST_UTILIZATION:g}"
@@ -142,7 +142,8 @@ def _moves(plan: PoolPlan) -> Iterator[_Move]:
     for name in known_gpus():
         bigger = gpu(name) if name.lower() != "cpu" else s.gpu
         if bigger.hbm_gib > s.gpu.hbm_gib:
-            cost = 1.5 + 0.5 * math.log2(bigger.hbm_gib / s.gpu.hbm_gib)
+            # Other hardware is a bigger step than other settings.
+            cost = 2.0 + 0.5 * math.log2(bigger.hbm_gib / s.gpu.hbm_gib)
             yield _Move("gpu", f"{s.gpu.name} -> {name}", cost, _with(gpu=bigger))
 
 

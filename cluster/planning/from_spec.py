@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cluster.planning.architecture import architecture
@@ -14,27 +15,34 @@ from cluster.spec import ClusterSpec, PoolSpec
 POOLS = ("prefill", "decode")
 
 
-def plan_spec(spec: ClusterSpec, device: Gpu | None = None) -> dict[str, PoolPlan]:
+def plan_spec(
+    spec: ClusterSpec,
+    device: Gpu | None = None,
+    model: str | None = None,
+    weights: Mapping[str, str] | None = None,
+) -> dict[str, PoolPlan]:
     """`{"prefill": plan, "decode": plan}` of the pools that have replicas and whose memory is known.
 
-    `device` is the GPU of pools with GPUs (`gpu(torch.cuda.get_device_name())`). A CPU pool without `kv_cache_gib` is
-    left out: its engine takes a share of whatever memory the machine then has. Raises PlanError as `plan_pool` does,
-    and when a pool has GPUs but `device` is None.
+    `device` is the GPU of pools with GPUs (`gpu(torch.cuda.get_device_name())`). `model` stands in for checkpoints
+    that are not on this machine (a known name or a config), `weights` then says what format a pool's is in. A CPU pool
+    without `kv_cache_gib` is left out: its engine takes a share of whatever memory the machine then has. Raises
+    PlanError as `plan_pool` does, and when a pool has GPUs but `device` is None.
     """
     plans = {}
     for name in POOLS:
         pool: PoolSpec = getattr(spec.pools, name)
         if pool.bounds[1] < 1 or (pool.gpus_per_replica == 0 and pool.kv_cache_gib is None):
             continue
-        plans[name] = _plan(spec, name, pool, device)
+        plans[name] = _plan(spec, name, device, model, (weights or {}).get(name, "auto"))
     return plans
 
 
-def _plan(spec: ClusterSpec, name: str, pool: PoolSpec, device: Gpu | None) -> PoolPlan:
+def _plan(spec: ClusterSpec, name: str, device: Gpu | None, stand_in: str | None, weights: str) -> PoolPlan:
+    pool: PoolSpec = getattr(spec.pools, name)
     on_cpu = pool.gpus_per_replica == 0
     if not on_cpu and device is None:
         raise PlanError(f"pools.{name} has GPUs: name their type (--gpu)")
-    model, config, _ = model_config(pool.weights or spec.model.path)
+    model, config, _ = model_config(stand_in or pool.weights or spec.model.path)
     arch = architecture(config, model)
     extra = pool.engine_args
     parallel = Parallel(
@@ -50,7 +58,7 @@ def _plan(spec: ClusterSpec, name: str, pool: PoolSpec, device: Gpu | None) -> P
         )
     settings = PoolSettings(
         gpu=gpu(CPU) if on_cpu or device is None else device,
-        weights=weight_format("auto", arch, config, native=native_weights(model)),
+        weights=weight_format(weights, arch, config, native=native_weights(model)),
         kv=kv_format(pool.kv_dtype, arch),
         parallel=parallel,
         replicas=max(1, pool.replicas),

@@ -245,8 +245,6 @@ def _cpu_problems(arch: Architecture, settings: PoolSettings) -> list[str]:
         found.append(f"{arch.name} has sparse attention, which the CPU build does not run")
     elif arch.mla and settings.kv != "bf16":
         found.append("kv fp8 with MLA: the CPU build wants a BF16 latent cache")
-    if settings.weights.name == "fp8":
-        found.append("weights fp8 in blocks do not run on the CPU build: use bf16 or int4")
     return found
 
 

@@ -104,14 +104,14 @@ def service_tables(report: dict[str, Any]) -> list[Table]:
     transfer, split, cost = report["transfer"], report["split"], report["cost"]
     needs.add_row(
         "hand-over of one request",
-        f"{transfer['bytes_per_request'] / 2**20:,.1f} MiB, to all ranks "
-        f"{transfer['bytes_per_request_all_ranks'] / 2**20:,.1f} MiB, {transfer['seconds_per_request'] * 1e3:.1f} ms",
+        f"{_size(transfer['bytes_per_request'])}, to all ranks {_size(transfer['bytes_per_request_all_ranks'])}, "
+        f"{transfer['seconds_per_request'] * 1e3:.1f} ms",
     )
     if transfer["rate"]:
         needs.add_row(
             f"at {transfer['rate']:.2f} requests/s",
-            f"{transfer['network_gbit_s']:,.1f} Gbit/s, staging {transfer['staging_bytes'] / GIB:,.1f} GiB "
-            f"({transfer['staging_bytes_worst'] / GIB:,.0f} GiB if nobody fetched until the lease ends)",
+            f"{transfer['network_gbit_s']:,.1f} Gbit/s, staging {_size(transfer['staging_bytes'])} "
+            f"({_size(transfer['staging_bytes_worst'])} if nobody fetched until the lease ends)",
         )
     if split:
         needs.add_row("split prefill : decode", f"{split['prefill']} : {split['decode']} ({split['gpus']} GPUs)")
@@ -124,6 +124,10 @@ def service_tables(report: dict[str, Any]) -> list[Table]:
             f"{cost['per_million_tokens']:.2f} a million prompt and output tokens",
         )
     return [curve, needs]
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
 
 
 def formulas_table(title: str, formulas: list[Formula]) -> Table:
@@ -150,7 +154,7 @@ def published_table(rows: list[Published]) -> Table:
         style = "green" if abs(row.off) <= CLOSE else "yellow"
         table.add_row(
             row.what,
-            f"{row.published:,g} {row.unit}",
+            f"{row.published:,} {row.unit}",
             f"{row.planned:,.1f}" if row.planned < 1e4 else f"{row.planned:,.0f}",
             f"[{style}]{row.off:+.2%}[/]",
             row.why,

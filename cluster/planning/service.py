@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from cluster.planning.facts import PlanError
@@ -63,8 +63,8 @@ class ServicePlan:
     prefill: PoolPlan
     decode: PoolPlan
     work: Workload
-    prefill_constants: Constants = field(default_factory=Constants)
-    decode_constants: Constants = field(default_factory=Constants)
+    prefill_constants: Constants | None = None
+    decode_constants: Constants | None = None
 
     def __post_init__(self) -> None:
         longest = max(self.work.tokens, 1)

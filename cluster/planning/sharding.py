@@ -17,6 +17,8 @@ from cluster.planning.tensors import Cut, Kind, Tensor, tensors
 
 # vLLM pads the vocabulary to a multiple of this before cutting it.
 VOCAB_PADDING = 64
+# Classes whose router vLLM keeps in float32 whatever the checkpoint holds.
+FLOAT32_ROUTERS = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,7 @@ def _resident_bytes(
     tensor: Tensor, arch: Architecture, weights: WeightFormat, shape: tuple[int, ...], copies: int
 ) -> int:
     size = weights.tensor_bytes(tensor, shape, copies)
-    # vLLM keeps GLM 4.5's router in float32 whatever the checkpoint holds.
-    if tensor.kind is Kind.ROUTER and not tensor.float32 and arch.kind == "Glm4MoeForCausalLM":
+    if tensor.kind is Kind.ROUTER and not tensor.float32 and arch.kind in FLOAT32_ROUTERS:
         return 2 * size
     return size
 
