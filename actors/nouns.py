@@ -236,6 +236,7 @@ class FrontendReply(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     known: bool = True
     orders: tuple[Order, ...] = ()
+    stamp: int = 0  # of the controller; the next heartbeat gives it back, so that it says what came before what
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):

@@ -194,6 +194,8 @@ class Waiting:
     cost: float  # what the request takes, for the fairness between tenants (tokens)
     ticket_id: TicketId = 0  # a live ticket that needs a new place; 0: a new request
     generation: str | None = None
+    not_before_ns: int = 0
+    also: list[int] = field(default_factory=list)  # further calls that wait for the same answer
 
 
 class WaitingRoom:
@@ -243,16 +245,26 @@ class WaitingRoom:
             self._again.remove(waiting)
         return waiting
 
-    def rename(self, waiting: Waiting, call_id: int) -> None:
-        """Another call waits for the same thing now."""
-        del self._waiting[waiting.call_id]
-        waiting.call_id = call_id
-        self._waiting[call_id] = waiting
+    def leave(self, call_id: int) -> Waiting | None:
+        """One caller waits no more; the entry that went with it, when nobody else waits for the same."""
+        for waiting in self._waiting.values():
+            if call_id in waiting.also:
+                waiting.also.remove(call_id)
+                return None
+        found = self._waiting.get(call_id)
+        if found is None or not found.also:
+            return self.drop(call_id)
+        del self._waiting[call_id]
+        found.call_id = found.also.pop()
+        self._waiting[found.call_id] = found
+        return None
 
     def heads(self, now_ns: int) -> list[Waiting]:
         """Who may be tried now, in order; an aged head ends the list."""
         found: list[Waiting] = []
         for waiting in self._again:
+            if now_ns < waiting.not_before_ns:
+                continue
             found.append(waiting)
             if self._aged(waiting, now_ns):
                 return found

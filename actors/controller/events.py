@@ -62,6 +62,7 @@ class FrontendBeat(msgspec.Struct, frozen=True):
     call_id: CallId
     frontend_id: str
     live_tickets: tuple[TicketId, ...]
+    stamp: int = 0  # of the last reply that the frontend had when it said this
 
 
 class Adopt(msgspec.Struct, frozen=True):

@@ -70,9 +70,12 @@ from cluster.spec import ClusterSpec
 
 ATTEMPTS_MAX = 8  # then the request fails with a clear reason
 ALONE_AFTER = 3  # attempts; from then on decode computes the prompt itself
+BACK_OFF_NS = SECOND // 4
 CANCEL_REPEATS = 3  # heartbeat replies that carry a cancel: a lost reply loses nothing
 ORDER_AGAIN_NS = 2 * SECOND
 FORGET_FENCED_NS = 300 * SECOND
+LEFT_REMEMBERED = 1_000
+SILENCED_REMEMBERED = 10_000
 OUTCOME_EVENT = {
     Outcome.DONE: TicketEvent.FINISH,
     Outcome.CANCELLED: TicketEvent.CANCEL,
@@ -87,6 +90,7 @@ class Machine:
         self.spec = spec
         self.epoch = epoch
         self.started_ns = now_ns
+        self._ticked_ns = now_ns
         self.registry = Registry()
         self.forecast = Forecast()
         self.chooser = Chooser(spec.admission, self.forecast, self.registry.replicas, self.registry.tickets)
@@ -100,6 +104,8 @@ class Machine:
         self._early: dict[TicketId, tuple[CallId, int]] = {}  # hand_over calls for such tickets: (call, attempt)
         self._told: dict[TicketId, int] = {}  # tickets whose frontend was asked to take them elsewhere: when
         self._homeless: dict[ReplicaId, set[TicketId]] = {}  # claimed tickets whose decode replica is not back yet
+        self._silenced: dict[TicketId, Ticket] = {}  # cancelled because nobody claimed them
+        self._left_lives: dict[tuple[ReplicaId, int], None] = {}  # said goodbye: a late heartbeat brings none back
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Join: self._join,
@@ -146,6 +152,9 @@ class Machine:
     def _join(self, event: Join, now_ns: int) -> None:
         new = event.announcement
         known = self.registry.replicas.get(new.replica_id)
+        if (new.replica_id, new.incarnation) in self._left_lives:
+            self._reply(event.call_id, HeartbeatReply(epoch=self.epoch, known=True, draining=True))
+            return
         if known is not None and known.announcement.incarnation == new.incarnation:
             self._reply(event.call_id, self._heartbeat_reply(known))
             return
@@ -165,7 +174,7 @@ class Machine:
         for ticket_id in sorted(self._homeless.pop(new.replica_id, ())):
             live = self.registry.tickets.get(ticket_id)
             if live is not None and live.decode_at is None and live.lost is None:
-                self.registry.attach(live, replica, live.prefill_at)
+                self.registry.attach_decode(live, replica)
         for ticket_id in new.tickets:
             if ticket_id not in self.registry.tickets and not self._unclaimed(ticket_id, now_ns):
                 replica.cancel[(ticket_id, ATTEMPTS_MAX)] = CANCEL_REPEATS
@@ -177,6 +186,9 @@ class Machine:
     def _beat(self, event: Beat, now_ns: int) -> None:
         beat: Heartbeat = event.heartbeat
         replica = self.registry.replicas.get(beat.replica_id)
+        if (beat.replica_id, beat.incarnation) in self._left_lives:
+            self._reply(event.call_id, HeartbeatReply(epoch=self.epoch, known=True, draining=True))
+            return
         if replica is None or replica.announcement.incarnation != beat.incarnation:
             self._reply(event.call_id, HeartbeatReply(epoch=self.epoch, known=False))
             return
@@ -243,6 +255,9 @@ class Machine:
     def _left(self, event: Left, now_ns: int) -> None:
         replica = self.registry.replicas.get(event.replica_id)
         if replica is not None and event.incarnation in (None, replica.announcement.incarnation):
+            self._left_lives[(replica.id, replica.announcement.incarnation)] = None
+            while len(self._left_lives) > LEFT_REMEMBERED:
+                del self._left_lives[next(iter(self._left_lives))]
             self._drop_replica(replica, f"{replica.id} has left", now_ns)
 
     def _drop_replica(self, replica: Replica, reason: str, now_ns: int, keep: bool = False) -> None:
@@ -296,8 +311,7 @@ class Machine:
             (w for w in self.room if not w.ticket_id and (w.request.frontend_id, w.request.request_id) == key), None
         )
         if twin is not None:
-            self.room.rename(twin, event.call_id)
-            self._reply(twin.call_id, Busy(reason="asked again by another call", retry_after_s=0))
+            twin.also.append(event.call_id)
             return
         if self.room.full:
             self._busy(event.call_id, f"{len(self.room)} requests wait already", now_ns)
@@ -314,8 +328,7 @@ class Machine:
         if waiting is None:  # its replica is gone and its frontend will say so
             self._reply(call_id, live.ticket)
             return
-        self._reply(waiting.call_id, Busy(reason="asked again by another call", retry_after_s=0))
-        self.room.rename(waiting, call_id)
+        waiting.also.append(call_id)
 
     def _busy(self, call_id: CallId, reason: str, now_ns: int) -> None:
         self._add("busy")
@@ -378,12 +391,17 @@ class Machine:
                 if choice is not None:
                     self.room.serve(waiting)
                     if waiting.ticket_id:
-                        self._again(self.registry.tickets[waiting.ticket_id], choice, waiting.call_id, now_ns)
+                        ticket = self._again(self.registry.tickets[waiting.ticket_id], choice, now_ns)
                     else:
-                        self._reply(waiting.call_id, self._issue(waiting.request, choice, now_ns))
+                        ticket = self._issue(waiting.request, choice, now_ns)
+                    self._answer(waiting, ticket)
                     break
             else:
                 return
+
+    def _answer(self, waiting: Waiting, value: Ticket | Busy) -> None:
+        for call_id in (waiting.call_id, *waiting.also):
+            self._reply(call_id, value)
 
     def _choose_for(self, waiting: Waiting, now_ns: int) -> Choice | None:
         choice = self.chooser.choose(waiting.request, now_ns, waiting.generation)
@@ -393,7 +411,7 @@ class Machine:
         return choice
 
     def _withdraw(self, event: Withdraw, now_ns: int) -> None:
-        waiting = self.room.drop(event.call_id)
+        waiting = self.room.leave(event.call_id)
         if waiting is not None and waiting.ticket_id:
             self._close(self.registry.tickets[waiting.ticket_id], Outcome.CANCELLED, now_ns)
         elif waiting is not None:
@@ -576,6 +594,7 @@ class Machine:
                 place.cancel[(live.ticket.ticket_id, live.ticket.attempt)] = CANCEL_REPEATS
         self.registry.detach(live)
         self.registry.release_lease(live)
+        self._homeless.get(live.ticket.decode, set()).discard(live.ticket.ticket_id)
         for place in places:
             if place is not None and not place.fenced:
                 self.chooser.refresh(place)
@@ -602,19 +621,24 @@ class Machine:
         generation = live.generation if live.num_output_tokens else None
         until_ns = now_ns + self._queue_ns
         waiting = Waiting(call_id, live.request, now_ns, until_ns, 0.0, live.ticket.ticket_id, generation)
+        if live.ticket.attempt > ALONE_AFTER:  # what keeps failing is tried ever more slowly, to outlive a storm
+            waiting.not_before_ns = now_ns + (BACK_OFF_NS << (live.ticket.attempt - ALONE_AFTER - 1))
         self.room.put(waiting)
         self._serve_room(now_ns)
 
-    def _again(self, live: Live, choice: Choice, call_id: CallId, now_ns: int) -> None:
+    def _again(self, live: Live, choice: Choice, now_ns: int) -> Ticket:
         """A ticket that lost its replica has a new place."""
         live.ticket = self._ticket(live.ticket.ticket_id, live.ticket.attempt, live.request, choice)
         self._place(live, choice, now_ns)
         self._add("retried")
-        self._reply(call_id, live.ticket)
+        return live.ticket
 
     def _lost_unknown(self, event: Lost, now_ns: int) -> None:
+        if event.request is not None and self._silenced.pop(event.ticket_id, None) is not None:
+            self._add("revived")
+            self.registry.reopen(event.ticket_id, (event.request.frontend_id, event.request.request_id))
         outcome = self.registry.ended.get(event.ticket_id)
-        if event.request is None or outcome is not None or not self._unclaimed(event.ticket_id, now_ns):
+        if event.request is None or outcome is not None:
             ended = f"has ended as {outcome}" if outcome else "is not known here"
             self._reply(event.call_id, Busy(reason=f"ticket {event.ticket_id} {ended}", retry_after_s=0))
             return
@@ -656,7 +680,7 @@ class Machine:
             self._reply(live.wanted_by, Verdict.STALE)
         for waiting in [w for w in self.room if w.ticket_id == ticket.ticket_id] if live.decode_at is None else ():
             self.room.drop(waiting.call_id)
-            self._reply(waiting.call_id, Busy(reason="the request has ended", retry_after_s=0))
+            self._answer(waiting, Busy(reason="the request has ended", retry_after_s=0))
         self.registry.close(live, outcome, OUTCOME_EVENT[outcome], now_ns)
         self._add(str(outcome))
         self._add("output_tokens", live.num_output_tokens)
@@ -677,16 +701,29 @@ class Machine:
             outcome = self.registry.ended.get(ticket_id)
             if self._unclaimed(ticket_id, now_ns):
                 known = False
+            elif (ticket := self._silenced.get(ticket_id)) is not None:  # a false alarm: it may go on elsewhere
+                reason = "nobody claimed it for too long"
+                order = Order(
+                    kind="lost",
+                    ticket_id=ticket_id,
+                    attempt=ticket.attempt,
+                    replica_id=ticket.decode,
+                    reason=reason,
+                )
+                self._out.append(ToFrontend(event.frontend_id, order))
             elif outcome is not Outcome.DONE:  # a frontend that has finished it knows that by itself
                 reason = f"the controller has {outcome} it" if outcome else "the controller does not know it"
                 order = Order(kind="cancelled", ticket_id=ticket_id, attempt=ATTEMPTS_MAX, reason=reason)
                 self._out.append(ToFrontend(event.frontend_id, order))
         for ticket_id in sorted(self.registry.by_frontend.get(event.frontend_id, set()).difference(event.live_tickets)):
             live = self.registry.tickets[ticket_id]
-            if now_ns - max(live.admitted_ns, live.changed_ns) >= self._stale_ns and not self._waits(live):
+            # Said after a reply that was given long after the ticket was: it is unknown there, its grant lost.
+            # (A heartbeat that was under way for long itself proves nothing.)
+            if event.stamp - max(live.admitted_ns, live.changed_ns) >= self._stale_ns and not self._waits(live):
                 self._add("unclaimed_tickets")
+                self._suspect(live.ticket)
                 self._close(live, Outcome.CANCELLED, now_ns)
-        self._reply(event.call_id, FrontendReply(epoch=self.epoch, known=known))
+        self._reply(event.call_id, FrontendReply(epoch=self.epoch, known=known, stamp=now_ns))
 
     def _adopt(self, event: Adopt, now_ns: int) -> None:
         self.frontends[event.frontend_id] = now_ns
@@ -739,14 +776,17 @@ class Machine:
     # -- time
 
     def _tick(self, event: Tick, now_ns: int) -> None:
+        self._forgive_own_pause(now_ns)
         for replica in list(self.registry.replicas.values()):
             self._watch(replica, now_ns)
         for node in self.registry.nodes.values():
             if not node.stale and now_ns - node.heard_ns >= self._fence_ns:
                 node.stale = True
                 self._node_lost(node, f"the transfer actor of {node.status.node_id} is silent", now_ns)
+        for frontend_id in self.registry.by_frontend:
+            self.frontends.setdefault(frontend_id, now_ns)  # nobody's tickets may go unwatched
         for frontend_id, heard_ns in list(self.frontends.items()):
-            if now_ns - heard_ns >= self._stale_ns:
+            if now_ns - heard_ns >= self._fence_ns:  # its streams on decode have ended long before, if it is dead
                 self._frontend_silent(frontend_id, now_ns)
         for waiting in self.room.expired(now_ns):
             self._give_up_waiting(waiting, now_ns)
@@ -760,6 +800,23 @@ class Machine:
             self._add(f"scale_{decision.pool}_{'up' if decision.target > decision.current else 'down'}")
             self._out.append(Log(f"scale {decision.pool} {decision.current} -> {decision.target}: {decision.reason}"))
             self._out.append(Scale(decision))
+
+    def _forgive_own_pause(self, now_ns: int) -> None:
+        """When this process was away, nobody else was silent: what they said meanwhile is still in the mail."""
+        gap_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
+        if gap_ns < self._stale_ns // 2:
+            return
+        for replica in self.registry.replicas.values():
+            replica.heard_ns = min(now_ns, replica.heard_ns + gap_ns)
+        for node in self.registry.nodes.values():
+            node.heard_ns = min(now_ns, node.heard_ns + gap_ns)
+        for frontend_id, heard_ns in self.frontends.items():
+            self.frontends[frontend_id] = min(now_ns, heard_ns + gap_ns)
+        for waiting in self.room:
+            waiting.until_ns += gap_ns
+        self._deadlines = [(when_ns + gap_ns, call_id, ticket_id) for when_ns, call_id, ticket_id in self._deadlines]
+        self._add("own_pauses")
+        self._out.append(Log(f"the controller itself was away for {gap_ns / SECOND:.1f} s"))
 
     def _watch(self, replica: Replica, now_ns: int) -> None:
         silent = now_ns - replica.heard_ns
@@ -786,15 +843,25 @@ class Machine:
         del self.frontends[frontend_id]
         tickets = sorted(self.registry.by_frontend.get(frontend_id, ()))
         for waiting in [w for w in self.room if w.request.frontend_id == frontend_id]:
-            self._withdraw(Withdraw(waiting.call_id), now_ns)
+            self.room.drop(waiting.call_id)  # all of them first: a place given back now goes to somebody else
+            self._answer(waiting, Busy(reason=f"frontend {frontend_id} was silent for too long", retry_after_s=1))
         for ticket_id in tickets:
-            if (live := self.registry.tickets.get(ticket_id)) is not None:
-                self._close(live, Outcome.CANCELLED, now_ns)
+            live = self.registry.tickets[ticket_id]
+            self._suspect(live.ticket)
+            self._close(live, Outcome.CANCELLED, now_ns)
         self._out.append(Log(f"frontend {frontend_id} is silent: {len(tickets)} tickets cancelled"))
+
+    def _suspect(self, ticket: Ticket) -> None:
+        """It is cancelled because nobody seems to want it; should somebody do so after all, it is revived."""
+        self._silenced[ticket.ticket_id] = ticket
+        while len(self._silenced) > SILENCED_REMEMBERED:
+            del self._silenced[next(iter(self._silenced))]
 
     def _give_up_waiting(self, waiting: Waiting, now_ns: int) -> None:
         self.room.drop(waiting.call_id)
-        self._busy(waiting.call_id, f"no room on decode within {self.spec.admission.queue_wait_s:g} s", now_ns)
+        self._add("busy")
+        reason = f"no room on decode within {self.spec.admission.queue_wait_s:g} s"
+        self._answer(waiting, Busy(reason=reason, retry_after_s=self.retry_after_s(now_ns)))
         if waiting.ticket_id and (live := self.registry.tickets.get(waiting.ticket_id)) is not None:
             self._close(live, Outcome.FAILED, now_ns)
 

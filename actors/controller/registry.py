@@ -138,17 +138,21 @@ class Registry:
         self.by_state[live.state] += 1
 
     def attach(self, live: Live, decode: Replica | None, prefill: Replica | None) -> None:
-        live.decode_at = decode
+        live.decode_at = None
         live.prefill_at = prefill if live.state in PREFILL_WORK else None
         ticket_id = live.ticket.ticket_id
-        if decode is not None:
-            decode.tickets.add(ticket_id)
-            decode.reserved += live.reserved
-            decode.landed += live.reserved if live.state in LANDED else 0
-            insort(decode.ends, (live.ends_ns, ticket_id))
         if live.prefill_at is not None:
             live.prefill_at.tickets.add(ticket_id)
             live.prefill_at.inflight_tokens += live.prefill_tokens
+        if decode is not None:
+            self.attach_decode(live, decode)
+
+    def attach_decode(self, live: Live, decode: Replica) -> None:
+        live.decode_at = decode
+        decode.tickets.add(live.ticket.ticket_id)
+        decode.reserved += live.reserved
+        decode.landed += live.reserved if live.state in LANDED else 0
+        insort(decode.ends, (live.ends_ns, live.ticket.ticket_id))
 
     def detach(self, live: Live) -> None:
         """Takes the ticket off its replicas; it stays live and waits for a new place."""
@@ -210,6 +214,11 @@ class Registry:
             self.ended.popitem(last=False)
         while len(self.ended_requests) > ENDED_REMEMBERED:
             self.ended_requests.popitem(last=False)
+
+    def reopen(self, ticket_id: TicketId, request: tuple[str, str]) -> None:
+        """Forgets that the ticket has ended: it was ended by mistake, and is claimed again."""
+        self.ended.pop(ticket_id, None)
+        self.ended_requests.pop(request, None)
 
     def forecast(self, live: Live, reserved: int, ends_ns: int) -> None:
         """A ticket outgrew what was reserved for it, or outlived its expected end."""

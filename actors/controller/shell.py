@@ -114,10 +114,15 @@ class Controller:
 
     # -- frontends
 
-    async def frontend_heartbeat(self, frontend_id: str, live_tickets: Sequence[int]) -> FrontendReply:
-        """Orders for this frontend come with the reply; `known` False asks it to `adopt` every live ticket."""
+    async def frontend_heartbeat(self, frontend_id: str, live_tickets: Sequence[int], stamp: int = 0) -> FrontendReply:
+        """Orders for this frontend come with the reply; `known` False asks it to `adopt` every live ticket.
+
+        `stamp` is that of the last reply. With 0, a grant that got lost on its way is not noticed.
+        """
         self._heard_at = time.monotonic()
-        reply: FrontendReply = await self._ask(lambda call_id: FrontendBeat(call_id, frontend_id, tuple(live_tickets)))
+        reply: FrontendReply = await self._ask(
+            lambda call_id: FrontendBeat(call_id, frontend_id, tuple(live_tickets), stamp)
+        )
         return msgspec.structs.replace(reply, orders=tuple(self._waiting_orders(frontend_id)))
 
     async def adopt(self, frontend_id: str, claims: Sequence[Claim]) -> int:

@@ -59,6 +59,8 @@ TRANSITIONS: dict[tuple[TicketState, TicketEvent], TicketState] = {
     (S.VERIFIED, E.DECODE_STARTED): S.DECODING,
     (S.RECOMPUTING, E.DECODE_STARTED): S.DECODING,
     (S.RECOMPUTING, E.DECODE_ALONE): S.DECODING,
+    # Its frontend had decode compute the prompt without asking again, because the hand-over was refused as stale.
+    **{(state, E.DECODE_STARTED): S.DECODING for state in (S.ADMITTED, S.PREFILLING, S.SEALED)},
     **{(state, E.PREFILL_LOST): S.ADMITTED for state in (S.ADMITTED, S.PREFILLING, S.SEALED, S.MOVING)},
     **{(state, E.DECODE_LOST): S.ADMITTED for state in LIVE},
     # A short answer may finish before the messages about its pages arrive.
