@@ -399,8 +399,12 @@ class DecodeHost(_Host):
         except BaseException:
             self._live.pop(request.request_id, None)
             raise
-        if live.aborted:  # while the request was on its way into the engine
+        if self._was_aborted(live):  # while the request was on its way into the engine
             await self._abort([request.request_id])
+
+    @staticmethod
+    def _was_aborted(live: _Live) -> bool:
+        return live.aborted
 
     async def abort(self, frontend_id: str, request_ids: list[str]) -> None:
         await self._abort(request_ids)
