@@ -100,6 +100,8 @@ def engine_kwargs(spec: ClusterSpec, role: Role, replica_id: str, socket_path: s
             },
         },
     }
+    if spec.integrity.mode == "check":
+        kwargs["scheduler_cls"] = "actors.engine.ferry_scheduler.make_scheduler"
     return kwargs | pool.engine_args
 
 

@@ -1,12 +1,13 @@
 """The vLLM connector: forwards to a scheduler half and a worker half, which meet only through the metadata value.
 
 Loaded by vLLM through `kv_connector="FerryConnector"`, `kv_connector_module_path="actors.engine.connector"`.
-`kv_connector_extra_config` comes from the replica: `replica_id`, `role`, `socket`, `kv_scales`.
+`kv_connector_extra_config` comes from the replica: `replica_id`, `role`, `socket`, `kv_scales`, `integrity`, `faults`.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from actors.engine.integrity import CheckTracker, NoTracker, Proof
+from actors.engine.integrity_worker import TagCheck, forward_of, self_test
+from actors.engine.ledger import tag_epoch
 from actors.engine.metadata import FerryMetadata
 from actors.engine.scheduler_half import SchedulerHalf
 from actors.engine.worker_half import WorkerHalf
@@ -45,9 +50,15 @@ class FerryConnector(KVConnectorBase_V1):
         self.worker: WorkerHalf | None = None
         config = self._kv_transfer_config.get_from_extra_config
         self._empty_step = False
+        self._checking = config("integrity", {}).get("mode", "off") == "check"
+        self.runner: Any = None
+        if self._checking:
+            _refuse_unchecked(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = SchedulerHalf(vllm_config.cache_config.block_size, self._block_ids_of)
-            _add_utility(self)
+            epoch = tag_epoch(config("replica_id", ""), time.time_ns())
+            tracker = CheckTracker(epoch) if self._checking else NoTracker()
+            self.scheduler = SchedulerHalf(vllm_config.cache_config.block_size, self._block_ids_of, tracker)
+            _add_utilities(self)
         else:
             parallel = vllm_config.parallel_config
             self.worker = WorkerHalf(
@@ -71,6 +82,11 @@ class FerryConnector(KVConnectorBase_V1):
         block_ids: list[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
         return block_ids
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        assert self.scheduler is not None
+        self.scheduler.tracker.bind(kv_cache_manager)
+
     def on_new_request(self, request: Request) -> None:
         assert self.scheduler is not None
         self.scheduler.on_new_request(request.request_id, request.kv_transfer_params)
@@ -86,6 +102,9 @@ class FerryConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.scheduler is not None
+        if self._checking:
+            # vLLM then calls `start_load_kv` before the forward, and the check can stop a row from reading.
+            scheduler_output.has_sync_kv_loads = True
         return self.scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -105,12 +124,28 @@ class FerryConnector(KVConnectorBase_V1):
         assert self.worker is not None
         layers = self._vllm_config.compilation_config.static_forward_context
         self.worker.register(kv_caches, layers, self._vllm_config.cache_config.cache_dtype, self._kv_scales)
+        if self._checking:
+            device = next(iter(kv_caches.values())).device
+            # A check that does not see a planted fault must not be taken for one that sees none.
+            self_test(device)
+            config = self._vllm_config
+            page_tokens = config.cache_config.block_size
+            self.worker.check = TagCheck(
+                num_pages=self._kv_cache_config.num_blocks,
+                page_tokens=page_tokens,
+                max_rows=config.scheduler_config.max_num_seqs,
+                max_pages=-(-config.model_config.max_model_len // page_tokens) + 1,
+                device=device,
+            )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self.worker is not None
-        self._empty_step = forward_context.attn_metadata is None
+        attention = kwargs.get("attn_metadata") or forward_context.attn_metadata
+        self._empty_step = not (attention or kwargs.get("request_ids"))
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, FerryMetadata)
+        if self._checking:
+            self.worker.check.step(metadata.integrity, forward_of(forward_context, self.runner, kwargs))
         self.worker.start_opening(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -132,37 +167,69 @@ class FerryConnector(KVConnectorBase_V1):
         finished, failed = self.worker.landed(self._empty_step)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
+    def build_connector_worker_meta(self) -> Proof | None:
+        assert self.worker is not None
+        return self.worker.check.proof()
+
     def shutdown(self) -> None:
         if self.worker is not None:
             self.worker.close()
 
 
-def _add_utility(connector: FerryConnector) -> None:
-    """Gives the engine core one more utility method, so that the replica can ask the scheduler half in its own thread.
+def _refuse_unchecked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises for engines whose block tables the check does not understand: better none than one that sees nothing."""
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    parallel = vllm_config.parallel_config
+    problem = ""
+    if not isinstance(spec, FullAttentionSpec) or getattr(spec, "sliding_window", None) is not None:
+        problem = f"attention of kind {type(spec).__name__} gives pages up while a request still has them in its table"
+    elif parallel.decode_context_parallel_size > 1:
+        problem = f"decode_context_parallel_size {parallel.decode_context_parallel_size} spreads a page over ranks"
+    elif parallel.enable_dbo:
+        problem = "enable_dbo splits a step into micro-batches"
+    if problem:
+        raise ValueError(f"integrity.mode check: {problem}; set integrity.mode: off")
+
+
+def _add_utilities(connector: FerryConnector) -> None:
+    """Gives the engine core more utility methods, so that the replica can ask the scheduler half in its own thread.
 
     vLLM looks utilities up by name on the engine core (`EngineCoreClient.call_utility_async`); it has no registry.
     """
     from vllm.v1.engine.core import EngineCore
 
+    half = connector.scheduler
+    assert half is not None
+
     def pageferry_scheduler(self: Any) -> dict[str, Any]:
-        half = connector.scheduler
-        assert half is not None
         pool = self.scheduler.kv_cache_manager.block_pool
         total = pool.num_gpu_blocks - 1  # block 0 is vLLM's null block
         free = pool.get_num_free_blocks()
+        report = half.tracker.report()
+        quarantined = report["blocks_quarantined"]
         return {
             "blocks_total": total,
             "blocks_free": free,
-            "blocks_held": total - free,
-            "blocks_quarantined": 0,
+            "blocks_held": total - free - quarantined,
+            "blocks_quarantined": quarantined,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "requests": len(self.scheduler.requests),
             "idle": half.idle(),
-            "counters": {name: getattr(half.counters, name) for name in half.counters.__slots__},
+            "counters": {name: getattr(half.counters, name) for name in half.counters.__slots__} | report["counters"],
         }
 
-    EngineCore.pageferry_scheduler = pageferry_scheduler
+    def pageferry_audit(self: Any) -> dict[str, Any]:
+        """Every ledger law, now; breaches and verdicts since the last audit with the pages' histories."""
+        return half.tracker.audit(idle=not self.scheduler.requests and half.idle())
+
+    def pageferry_lift_quarantine(self: Any) -> int:
+        """Gives quarantined pages back when no request is alive; returns how many."""
+        tracker = half.tracker
+        return tracker.lift_quarantine() if isinstance(tracker, CheckTracker) and not self.scheduler.requests else 0
+
+    for method in (pageferry_scheduler, pageferry_audit, pageferry_lift_quarantine):
+        setattr(EngineCore, method.__name__, method)
 
 
 class FerryWorkerExtension:
@@ -172,6 +239,7 @@ class FerryWorkerExtension:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
+        connector.runner = self.model_runner  # type: ignore[attr-defined]
         half = connector.worker
         caches = half._caches
         model = self.model_runner.model  # type: ignore[attr-defined]
@@ -191,6 +259,8 @@ class FerryWorkerExtension:
             "seal_ns": half.seal_ns,
             "open_ns": half.open_ns,
             "messages_dropped": half._link.dropped,
+            "checks": getattr(half.check, "checks", 0),
+            "check_ns": getattr(half.check, "check_ns", 0),
         }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from actors.engine.integrity import IntegrityDelta
 from actors.engine.orders import OpenOrder, SealOrder
 
 
@@ -29,6 +29,7 @@ class OpenJob:
     block_ids: list[int]
     first_page: int
     num_tokens: int
+    tags: list[int] | None = None  # of the pages' lives when they were allocated for this; None: not tracked
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class FerryMetadata(KVConnectorMetadata):
     opens: list[OpenJob] = field(default_factory=list)
     abandoned: list[tuple[int, int]] = field(default_factory=list)  # (ticket, attempt) that will not be sealed further
     cancelled: list[str] = field(default_factory=list)  # requests whose pages must not be written any more
-    integrity: Any = None  # what the tracker tells its worker side; None when it is off
+    integrity: IntegrityDelta | None = None  # what the tracker tells its worker side; None when it is off
 
     def empty(self) -> bool:
         return not (self.seals or self.opens or self.abandoned or self.cancelled) and self.integrity is None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from actors.engine.integrity import Tracker
 from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
 from actors.engine.orders import OpenOrder, SealOrder, from_params
 
@@ -41,8 +42,9 @@ class Counters:
 class SchedulerHalf:
     """`block_ids_of(request_id)` gives the request's pages in order, as the KV cache manager knows them."""
 
-    def __init__(self, block_tokens: int, block_ids_of: Callable[[str], list[int]]) -> None:
+    def __init__(self, block_tokens: int, block_ids_of: Callable[[str], list[int]], tracker: Tracker) -> None:
         self.block_tokens = block_tokens
+        self.tracker = tracker
         self._block_ids_of = block_ids_of
         self._sealing: dict[str, _Sealing] = {}
         self._to_open: dict[str, OpenOrder] = {}  # announced, pages not allocated yet
@@ -73,6 +75,7 @@ class SchedulerHalf:
         return external
 
     def on_allocated(self, request_id: str, block_ids: list[int], num_external_tokens: int) -> None:
+        self.tracker.on_allocated(request_id, block_ids)
         if num_external_tokens <= 0:
             return
         order = self._to_open.pop(request_id, None)
@@ -81,9 +84,9 @@ class SchedulerHalf:
         num_tokens = order.hand_over.seal.num_tokens
         first_page = (num_tokens - num_external_tokens) // self.block_tokens
         num_pages = -(-num_tokens // self.block_tokens)
-        self._next.opens.append(
-            OpenJob(request_id, order, block_ids[first_page:num_pages], first_page, num_external_tokens)
-        )
+        pages = block_ids[first_page:num_pages]
+        tags = self.tracker.tags(pages)
+        self._next.opens.append(OpenJob(request_id, order, pages, first_page, num_external_tokens, tags))
         self._loading[request_id] = num_external_tokens
 
     def on_loaded(self, finished: set[str], failed: set[str]) -> None:
@@ -111,6 +114,7 @@ class SchedulerHalf:
                 if (sealing := self._sealing.get(request_id)) is not None:
                     self._seal(request_id, sealing, num_computed + step.num_scheduled_tokens[request_id])
         metadata, self._next = self._next, FerryMetadata()
+        metadata.integrity = self.tracker.delta(step)
         return metadata
 
     def _seal(self, request_id: str, sealing: _Sealing, num_computed: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from actors.engine import layouts
+from actors.engine.integrity_worker import Check, NoCheck
 from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
 from actors.engine.orders import SealOrder
 from actors.nouns import Opened, Role, Verdict
@@ -38,6 +39,7 @@ class WorkerHalf:
         self.rank = rank
         self.world = world
         self.layout: PageLayout | None = None
+        self.check: Check = NoCheck()
         self._caches: list[torch.Tensor] = []
         self._wires: dict[str, PageLayout] = {}
         self._segments = Segments()
@@ -164,6 +166,9 @@ class WorkerHalf:
             hand_over.ticket_id,
             hand_over.attempt,
         ):
+            return {Verdict.STALE: num_pages}, 0
+        if not self.check.same_lives(job.block_ids, job.tags):
+            # The pages were given to somebody else since: a landing that comes too late must not touch them.
             return {Verdict.STALE: num_pages}, 0
         if seal.layout_fingerprint != layout.fingerprint or len(seal.digests) != self.world:
             return {Verdict.WRONG_LAYOUT: num_pages}, 0
