@@ -7,8 +7,8 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import signal
+import socket
 import sys
 import tempfile
 import time
