@@ -11,13 +11,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from actors.engine import layouts
+from actors.engine.faults import Faults
 from actors.engine.integrity_worker import Check, NoCheck
 from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
 from actors.engine.orders import SealOrder
@@ -33,13 +35,27 @@ EMPTY_STEP_WAIT_S = 0.002
 
 
 class WorkerHalf:
-    def __init__(self, replica_id: str, role: Role, rank: int, world: int, socket_path: str) -> None:
+    """`seals` and `sample_rate`: how much of what is opened is verified (`cluster.spec.IntegritySpec`)."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        role: Role,
+        rank: int,
+        world: int,
+        socket_path: str,
+        seals: str = "full",
+        sample_rate: float = 1.0,
+        faults: Faults | None = None,
+    ) -> None:
         self.replica_id = replica_id
         self.role = role
         self.rank = rank
         self.world = world
         self.layout: PageLayout | None = None
         self.check: Check = NoCheck()
+        self.faults = faults
+        self._verified_share = {"off": 0.0, "sampled": sample_rate, "full": 1.0}[seals]
         self._caches: list[torch.Tensor] = []
         self._wires: dict[str, PageLayout] = {}
         self._segments = Segments()
@@ -49,9 +65,12 @@ class WorkerHalf:
         self._opening: dict[str, Future[bool]] = {}
         self._cancelled: set[str] = set()
         self._landed = threading.Event()
+        self._stream: Any = None  # for opening on a GPU
         self.bytes_sealed = 0
         self.seal_ns = 0
         self.open_ns = 0
+        self.pages_verified = 0
+        self.pages_unverified = 0
 
     # -- set-up
 
@@ -97,6 +116,73 @@ class WorkerHalf:
     def _seal(self, job: SealJob) -> None:
         started = time.perf_counter_ns()
         order, wire = job.order, self._wire(job.order)
+        if self.faults is not None:
+            wire = self.faults.on_wire_layout(order.ticket_id, wire)
+        assert self.layout is not None
+        view = self._segments.view(order.lease)
+        if view is None:
+            raise ChannelError(f"staging segment {order.lease.segment} is gone")
+        num_pages = -(-order.num_tokens // wire.page_tokens)
+        if len(view) < self.world * num_pages * wire.page_bytes:
+            raise ChannelError(
+                f"lease of {len(view)} bytes is too small for {num_pages} pages of {wire.page_bytes} bytes"
+            )
+        begin = (self.rank * num_pages + job.first_page) * wire.page_bytes
+        out = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + len(job.block_ids) * wire.page_bytes]
+        binding = SealBinding(order.ticket_id, order.attempt)
+        digests = self._seal_into(out.view(len(job.block_ids), wire.page_bytes), wire, job, binding)
+        self.bytes_sealed = 0
+        self.seal_ns = 0
+        self.open_ns = 0
+        self.pages_verified = 0
+        self.pages_unverified = 0
+
+    # -- set-up
+
+    def register(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        layers: Mapping[str, Any],
+        cache_dtype: str,
+        kv_scales: tuple[float, float],
+    ) -> None:
+        if kv_scales != (1.0, 1.0):
+            for name in kv_caches:
+                _set_scales(layers[name], *kv_scales)
+        self.layout = layouts.describe(kv_caches, layers, cache_dtype)
+        self._caches = list(kv_caches.values())
+        # Loads (at the very first time compiles) the kernels now and not inside the first request's step.
+        page = torch.zeros((1, self.layout.page_bytes), dtype=torch.uint8, device=self._caches[0].device)
+        dispatch.page_digests(page, self.layout, SealBinding(0, 0), 0)
+
+    def _wire(self, order: SealOrder) -> PageLayout:
+        key = repr(order.wire_layout)
+        wire = self._wires.get(key)
+        if wire is None:
+            assert self.layout is not None
+            wire = PageLayout.from_dict(order.wire_layout)
+            check_convertible(self.layout, wire)
+            self._wires[key] = wire
+        return wire
+
+    # -- prefill
+
+    def seal(self, metadata: FerryMetadata) -> None:
+        for job in metadata.seals:
+            try:
+                self._seal(job)
+            except (LayoutError, ChannelError, ValueError) as error:
+                # The ticket ends as MISSING and decode computes the prompt itself; the step goes on.
+                logger.error("ticket %d: cannot seal: %s", job.order.ticket_id, error)
+                self._link.send(WriterDone(ticket_id=job.order.ticket_id, attempt=job.order.attempt))
+        for ticket_id, attempt in metadata.abandoned:
+            self._link.send(WriterDone(ticket_id=ticket_id, attempt=attempt))
+
+    def _seal(self, job: SealJob) -> None:
+        started = time.perf_counter_ns()
+        order, wire = job.order, self._wire(job.order)
+        if self.faults is not None:
+            wire = self.faults.on_wire_layout(order.ticket_id, wire)
         assert self.layout is not None
         view = self._segments.view(order.lease)
         if view is None:
@@ -120,19 +206,31 @@ class WorkerHalf:
         )
         self.bytes_sealed += out.numel()
         self.seal_ns += time.perf_counter_ns() - started
-        self._link.send(
-            PagesSealed(
-                ticket_id=order.ticket_id,
-                attempt=order.attempt,
-                shard=self.rank,
-                num_shards=self.world,
-                first_page=job.first_page,
-                digests=_as_u64(digests),
-                layout_fingerprint=wire.fingerprint,
-                num_tokens=order.num_tokens,
-                last=job.last,
-            )
+        message = PagesSealed(
+            ticket_id=order.ticket_id,
+            attempt=order.attempt,
+            shard=self.rank,
+            num_shards=self.world,
+            first_page=job.first_page,
+            digests=_as_u64(digests),
+            layout_fingerprint=wire.fingerprint,
+            num_tokens=order.num_tokens,
+            last=job.last,
         )
+        if self.faults is None or self.faults.on_sealed(message, self._link.send):
+            self._link.send(message)
+
+    def _seal_into(self, out: torch.Tensor, wire: PageLayout, job: SealJob, binding: SealBinding) -> torch.Tensor:
+        """Seals the job's pages into `out` (uint8 [n, page_bytes], shared memory); int64 [n] digests on the CPU."""
+        assert self.layout is not None
+        device = self._caches[0].device
+        if device.type == "cpu":
+            return dispatch.seal_pages(self._caches, self.layout, wire, job.block_ids, out, binding, job.first_page)
+        # On the step's own stream, so that the pages may be reused by the next step; then down to staging.
+        sealed = torch.empty_like(out, device=device)
+        digests = dispatch.seal_pages(self._caches, self.layout, wire, job.block_ids, sealed, binding, job.first_page)
+        out.copy_(sealed)
+        return digests.cpu()
 
     # -- decode
 
@@ -170,33 +268,116 @@ class WorkerHalf:
             hand_over.attempt,
         ):
             return {Verdict.STALE: num_pages}, 0
-        if not self.check.same_lives(job.block_ids, job.tags):
-            # The pages were given to somebody else since: a landing that comes too late must not touch them.
-            return {Verdict.STALE: num_pages}, 0
         if seal.layout_fingerprint != layout.fingerprint or len(seal.digests) != self.world:
             return {Verdict.WRONG_LAYOUT: num_pages}, 0
-        digests = seal.digests[self.rank]
         total = -(-seal.num_tokens // layout.page_tokens)
         view = self._segments.view(hand_over.lease)
-        if view is None or len(digests) != total or len(view) < self.world * total * layout.page_bytes:
+        if view is None or len(seal.digests[self.rank]) != total or len(view) < self.world * total * layout.page_bytes:
             return {Verdict.MISSING: num_pages}, 0
         begin = (self.rank * total + job.first_page) * layout.page_bytes
         pages = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + num_pages * layout.page_bytes]
-        good = dispatch.open_pages(
-            pages.view(num_pages, layout.page_bytes),
-            layout,
-            list(digests[job.first_page : job.first_page + num_pages]),
-            self._caches,
-            layout,
-            job.block_ids,
-            SealBinding(seal.ticket_id, seal.attempt),
-            job.first_page,
-        )
-        num_good = int(good.sum())
+        pages = pages.view(num_pages, layout.page_bytes)
+        if self.faults is not None:
+            self.faults.on_staging(job, pages, layout)
+            self.faults.hold_landing(job, pages, self._cancelled)
+            if job.request_id in self._cancelled:
+                return {Verdict.STALE: num_pages}, 0
+        verdicts = self._land(job, pages)
+        return verdicts, verdicts.get(Verdict.OK, 0) * layout.page_bytes
+
+    def _land(self, job: OpenJob, pages: torch.Tensor) -> dict[Verdict, int]:
+        """Verifies and writes. `pages`: uint8 [pages of the job, page_bytes]."""
+        seal, layout = job.order.hand_over.seal, self.layout
+        assert layout is not None
+        if not self.check.same_lives(job.block_ids, job.tags):
+            # The pages were given to somebody else since: a landing that comes too late must not touch them.
+            return {Verdict.STALE: len(job.block_ids)}
+        digests = seal.digests[self.rank]
+        num_good = 0
+        for first, last, verified in self._runs(seal.ticket_id, job.first_page, len(job.block_ids)):
+            part, blocks, ordinal = pages[first:last], job.block_ids[first:last], job.first_page + first
+            if not verified:
+                layouts.write_pages(part, layout, self._caches, blocks)
+                self.pages_unverified += last - first
+                num_good += last - first
+                continue
+            good = self._open_from(
+                pages.view(num_pages, layout.page_bytes),
+                list(digests[job.first_page : job.first_page + num_pages]),
+                job,
+                SealBinding(seal.ticket_id, seal.attempt),
+            )
+        num_good = 0
+        for first, last, verified in self._runs(seal.ticket_id, job.first_page, len(job.block_ids)):
+            part, blocks, ordinal = pages[first:last], job.block_ids[first:last], job.first_page + first
+            if not verified:
+                layouts.write_pages(part, layout, self._caches, blocks)
+                self.pages_unverified += last - first
+                num_good += last - first
+                continue
+            good = dispatch.open_pages(
+                part,
+                layout,
+                list(digests[ordinal : ordinal + last - first]),
+                self._caches,
+                layout,
+                blocks,
+                SealBinding(seal.ticket_id, seal.attempt),
+                ordinal,
+            )
+            self.pages_verified += last - first
+            num_good += int(good.sum())
         verdicts = {Verdict.OK: num_good}
-        if num_good < num_pages:
-            verdicts[Verdict.MISMATCH] = num_pages - num_good
-        return verdicts, num_good * layout.page_bytes
+        if num_good < len(job.block_ids):
+            verdicts[Verdict.MISMATCH] = len(job.block_ids) - num_good
+        return verdicts
+
+    def _runs(self, ticket_id: int, first_page: int, num_pages: int) -> Iterator[tuple[int, int, bool]]:
+        """Runs (from, to, verified?) that cover a ticket's pages. Which pages are sampled depends on the ticket alone."""
+        if self._verified_share in (0.0, 1.0):
+            yield 0, num_pages, self._verified_share == 1.0
+            return
+        chosen = [
+            zlib.crc32(b"%d/%d" % (ticket_id, first_page + i)) < self._verified_share * 2**32 for i in range(num_pages)
+        ]
+        start = 0
+        for end in range(1, num_pages + 1):
+            if end == num_pages or chosen[end] != chosen[start]:
+                yield start, end, chosen[start]
+                start = end
+
+    def land_late(self, ticket_id: int) -> dict[str, Any]:
+        """Fault injection only: a landing that was held back happens now."""
+        assert self.faults is not None
+
+        def land(job: OpenJob, pages: torch.Tensor) -> dict[Verdict, int]:
+            verdicts = self._land(job, pages)
+            self._report(job, verdicts, 0, 0.0)
+            return verdicts
+
+        return self.faults.land_late(ticket_id, land)
+
+    def _open_from(self, pages: torch.Tensor, digests: list[int], job: OpenJob, binding: SealBinding) -> torch.Tensor:
+        """Verifies and scatters wire pages (uint8 [n, page_bytes], shared memory); bool [n] on the CPU."""
+        layout = self.layout
+        assert layout is not None
+        device = self._caches[0].device
+        if device.type == "cpu":
+            return dispatch.open_pages(
+                pages, layout, digests, self._caches, layout, job.block_ids, binding, job.first_page
+            )
+        # A stream of this thread's own: the pages belong to a parked request, no running step reads them.
+        with torch.cuda.stream(self._side_stream(device)):
+            good = dispatch.open_pages(
+                pages.to(device), layout, digests, self._caches, layout, job.block_ids, binding, job.first_page
+            ).cpu()
+            torch.cuda.current_stream(device).synchronize()
+        return good
+
+    def _side_stream(self, device: torch.device) -> Any:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
     def _report(self, job: OpenJob, verdicts: dict[Verdict, int], num_bytes: int, seconds: float) -> None:
         hand_over = job.order.hand_over
