@@ -200,8 +200,9 @@ class Machine:
         replica.stale = False
         replica.occupancy = beat.occupancy
         replica.counters.update(beat.counters)
+        released = {thing.ticket_id for thing in beat.events if thing.kind == "released"}
         for thing in beat.events:
-            self._replica_event(replica, thing, now_ns)
+            self._replica_event(replica, thing, thing.ticket_id in released, now_ns)
         for delta in beat.pages:
             replica.book.apply(delta)
         replica.unexplained = max(0, beat.occupancy.blocks_held - replica.landed)
@@ -221,18 +222,24 @@ class Machine:
             cancel=cancel,
         )
 
-    def _replica_event(self, replica: Replica, thing: ReplicaEvent, now_ns: int) -> None:
+    def _replica_event(self, replica: Replica, thing: ReplicaEvent, gone: bool, now_ns: int) -> None:
+        """`gone`: the same report says that the replica has released the ticket."""
         if thing.kind in ("recomputed", "tag_mismatch", "quarantined"):
             self._add(f"{thing.kind}_events")
             self._add(f"{thing.kind}_tokens", thing.num_tokens)
             return
+        if thing.kind not in ("prefill_started", "decode_started"):
+            return
+        prefill = thing.kind == "prefill_started"
         live = self.registry.tickets.get(thing.ticket_id)
         if live is None:
-            return
-        if thing.kind == "prefill_started" and live.prefill_at is replica:
-            self.registry.move(live, TicketEvent.PREFILL_STARTED, now_ns)
-        elif thing.kind == "decode_started" and live.decode_at is replica:
-            self.registry.move(live, TicketEvent.DECODE_STARTED, now_ns)
+            if not gone and not self._unclaimed(thing.ticket_id, now_ns):
+                # A call that came late or twice set it going again, and nobody waits for it.
+                replica.cancel[(thing.ticket_id, ATTEMPTS_MAX)] = CANCEL_REPEATS
+        elif (live.prefill_at if prefill else live.decode_at) is replica:
+            self.registry.move(live, TicketEvent.PREFILL_STARTED if prefill else TicketEvent.DECODE_STARTED, now_ns)
+        elif not gone and (live.ticket.prefill if prefill else live.ticket.decode) != replica.id:
+            replica.cancel[(thing.ticket_id, live.ticket.attempt - 1)] = CANCEL_REPEATS
 
     def _extend_overdue(self, replica: Replica, now_ns: int) -> None:
         """Tickets that outlived their expected end get a new one, half as long again, and more blocks to grow into."""

@@ -515,7 +515,7 @@ class Stream:
     """One frontend's token stream from one decode replica: ordered, and broken as a whole."""
 
     deliver: Callable[[list[tuple[Key, int, int, bool]]], None]
-    broken: Callable[[str], None]
+    broken: Callable[[str], None] = lambda reason: None
     last_ns: int = 0
     open: bool = True
 
@@ -581,10 +581,11 @@ class DecodeSim(ReplicaSim):
                 return "a later attempt is here already"
             self._drop(old)
         standing = self.streams.get(job.frontend_id)
-        if standing is None or not standing.open:
-            self.streams[job.frontend_id] = stream
-        elif standing is not stream:
+        if not stream.open:
             return "the stream is not open"
+        if standing is not stream:
+            self.stream_closed(job.frontend_id)  # the old one broke; what went over it is lost
+            self.streams[job.frontend_id] = stream
         job.arrived_ns = self.world.now_ns
         self.jobs[key] = job
         self.waiting.append(key)

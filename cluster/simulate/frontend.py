@@ -6,7 +6,8 @@ The client's view is the ground truth that the checkers judge: which positions a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -220,7 +221,7 @@ class Story:
         )
         stream = self.frontend.stream(replica)
         self.frontend.net.call(
-            self.frontend, replica, "submit", lambda answer: answer(replica.submit(job, stream)), done, done
+            self.frontend, replica, "submit", lambda answer: answer(replica.submit(replace(job), stream)), done, done
         )
         self.frontend.later(10 * SECOND, done, "no answer in time")
 
@@ -347,9 +348,11 @@ class FrontendSim(Process):
     # -- roads
 
     def stream(self, replica: DecodeSim) -> Stream:
+        """The stream from that replica; a broken one is replaced when this side has learned of it, not before."""
         found = self.streams.get(replica.name)
-        if found is None or not found.open:
-            found = Stream(self._tokens, lambda reason: self._broken(replica.name, reason))
+        if found is None:
+            found = Stream(self._tokens)
+            found.broken = partial(self._broken, replica.name, found)
             self.streams[replica.name] = found
         return found
 
@@ -359,12 +362,11 @@ class FrontendSim(Process):
             if story is not None and story.ticket is not None and story.key == key:
                 story.tokens(first, count, finished)
 
-    def _broken(self, replica_id: str, reason: str) -> None:
-        if not self.alive:
+    def _broken(self, replica_id: str, stream: Stream, reason: str) -> None:
+        stream.open = False
+        if not self.alive or self.streams.get(replica_id) is not stream:
             return
-        stream = self.streams.pop(replica_id, None)
-        if stream is not None:
-            stream.open = False
+        del self.streams[replica_id]
         for story in list(self.stories.values()):
             if story.ticket is not None and story.ticket.decode == replica_id and story.phase in ("submit", "stream"):
                 story.lost(Role.DECODE, reason)
