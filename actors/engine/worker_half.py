@@ -131,79 +131,6 @@ class WorkerHalf:
         out = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + len(job.block_ids) * wire.page_bytes]
         binding = SealBinding(order.ticket_id, order.attempt)
         digests = self._seal_into(out.view(len(job.block_ids), wire.page_bytes), wire, job, binding)
-        self.bytes_sealed = 0
-        self.seal_ns = 0
-        self.open_ns = 0
-        self.pages_verified = 0
-        self.pages_unverified = 0
-
-    # -- set-up
-
-    def register(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        layers: Mapping[str, Any],
-        cache_dtype: str,
-        kv_scales: tuple[float, float],
-    ) -> None:
-        if kv_scales != (1.0, 1.0):
-            for name in kv_caches:
-                _set_scales(layers[name], *kv_scales)
-        self.layout = layouts.describe(kv_caches, layers, cache_dtype)
-        self._caches = list(kv_caches.values())
-        # Loads (at the very first time compiles) the kernels now and not inside the first request's step.
-        page = torch.zeros((1, self.layout.page_bytes), dtype=torch.uint8, device=self._caches[0].device)
-        dispatch.page_digests(page, self.layout, SealBinding(0, 0), 0)
-
-    def _wire(self, order: SealOrder) -> PageLayout:
-        key = repr(order.wire_layout)
-        wire = self._wires.get(key)
-        if wire is None:
-            assert self.layout is not None
-            wire = PageLayout.from_dict(order.wire_layout)
-            check_convertible(self.layout, wire)
-            self._wires[key] = wire
-        return wire
-
-    # -- prefill
-
-    def seal(self, metadata: FerryMetadata) -> None:
-        for job in metadata.seals:
-            try:
-                self._seal(job)
-            except (LayoutError, ChannelError, ValueError) as error:
-                # The ticket ends as MISSING and decode computes the prompt itself; the step goes on.
-                logger.error("ticket %d: cannot seal: %s", job.order.ticket_id, error)
-                self._link.send(WriterDone(ticket_id=job.order.ticket_id, attempt=job.order.attempt))
-        for ticket_id, attempt in metadata.abandoned:
-            self._link.send(WriterDone(ticket_id=ticket_id, attempt=attempt))
-
-    def _seal(self, job: SealJob) -> None:
-        started = time.perf_counter_ns()
-        order, wire = job.order, self._wire(job.order)
-        if self.faults is not None:
-            wire = self.faults.on_wire_layout(order.ticket_id, wire)
-        assert self.layout is not None
-        view = self._segments.view(order.lease)
-        if view is None:
-            raise ChannelError(f"staging segment {order.lease.segment} is gone")
-        num_pages = -(-order.num_tokens // wire.page_tokens)
-        if len(view) < self.world * num_pages * wire.page_bytes:
-            raise ChannelError(
-                f"lease of {len(view)} bytes is too small for {num_pages} pages of {wire.page_bytes} bytes"
-            )
-        begin = (self.rank * num_pages + job.first_page) * wire.page_bytes
-        out = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + len(job.block_ids) * wire.page_bytes]
-        binding = SealBinding(order.ticket_id, order.attempt)
-        digests = dispatch.seal_pages(
-            self._caches,
-            self.layout,
-            wire,
-            job.block_ids,
-            out.view(len(job.block_ids), wire.page_bytes),
-            binding,
-            job.first_page,
-        )
         self.bytes_sealed += out.numel()
         self.seal_ns += time.perf_counter_ns() - started
         message = PagesSealed(
@@ -302,25 +229,8 @@ class WorkerHalf:
                 num_good += last - first
                 continue
             good = self._open_from(
-                pages.view(num_pages, layout.page_bytes),
-                list(digests[job.first_page : job.first_page + num_pages]),
-                job,
-                SealBinding(seal.ticket_id, seal.attempt),
-            )
-        num_good = 0
-        for first, last, verified in self._runs(seal.ticket_id, job.first_page, len(job.block_ids)):
-            part, blocks, ordinal = pages[first:last], job.block_ids[first:last], job.first_page + first
-            if not verified:
-                layouts.write_pages(part, layout, self._caches, blocks)
-                self.pages_unverified += last - first
-                num_good += last - first
-                continue
-            good = dispatch.open_pages(
                 part,
-                layout,
                 list(digests[ordinal : ordinal + last - first]),
-                self._caches,
-                layout,
                 blocks,
                 SealBinding(seal.ticket_id, seal.attempt),
                 ordinal,
@@ -333,7 +243,7 @@ class WorkerHalf:
         return verdicts
 
     def _runs(self, ticket_id: int, first_page: int, num_pages: int) -> Iterator[tuple[int, int, bool]]:
-        """Runs (from, to, verified?) that cover a ticket's pages. Which pages are sampled depends on the ticket alone."""
+        """Runs (from, to, verified?) that cover a ticket's pages; which are sampled depends on the ticket alone."""
         if self._verified_share in (0.0, 1.0):
             yield 0, num_pages, self._verified_share == 1.0
             return
@@ -357,26 +267,26 @@ class WorkerHalf:
 
         return self.faults.land_late(ticket_id, land)
 
-    def _open_from(self, pages: torch.Tensor, digests: list[int], job: OpenJob, binding: SealBinding) -> torch.Tensor:
+    def _open_from(
+        self, pages: torch.Tensor, digests: list[int], block_ids: list[int], binding: SealBinding, first_page: int
+    ) -> torch.Tensor:
         """Verifies and scatters wire pages (uint8 [n, page_bytes], shared memory); bool [n] on the CPU."""
         layout = self.layout
         assert layout is not None
         device = self._caches[0].device
         if device.type == "cpu":
-            return dispatch.open_pages(
-                pages, layout, digests, self._caches, layout, job.block_ids, binding, job.first_page
-            )
+            return dispatch.open_pages(pages, layout, digests, self._caches, layout, block_ids, binding, first_page)
         # A stream of this thread's own: the pages belong to a parked request, no running step reads them.
         with torch.cuda.stream(self._side_stream(device)):
             good = dispatch.open_pages(
-                pages.to(device), layout, digests, self._caches, layout, job.block_ids, binding, job.first_page
+                pages.to(device), layout, digests, self._caches, layout, block_ids, binding, first_page
             ).cpu()
             torch.cuda.current_stream(device).synchronize()
         return good
 
     def _side_stream(self, device: torch.device) -> Any:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._stream
 
     def _report(self, job: OpenJob, verdicts: dict[Verdict, int], num_bytes: int, seconds: float) -> None:

@@ -1,0 +1,285 @@
+"""The one seam through which faults are put into a running engine. Off unless `faults.kinds` names kinds.
+
+`pageferry chaos` uses it, and nothing else does. A fault names its kind, its victim and a trial number; with the
+configured seed these decide every choice in it (position, bit, page), so a run can be repeated. What was done comes
+back as plain data. Faults of the tables are done between steps; those of the road wait for their ticket.
+
+The two sides (worker, scheduler) each have their own `Faults`; a kind works on the side that `KINDS` says.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from actors.transfer.channel import PagesSealed
+from kernels.layout import PageLayout
+from kernels.reference import element_offsets
+
+Side = Literal["worker", "prefill", "scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    guard: str  # what has to notice: tags, lives, seals, road, ledger
+    side: Side
+    escapes: bool  # without the guard it changes what a request reads, so wrong tokens are to be expected
+    what: str
+
+
+KINDS: dict[str, Kind] = {
+    "table_other_request": Kind("tags", "worker", True, "a block table entry names another request's page"),
+    "table_free_page": Kind("tags", "worker", True, "a block table entry names a page that nobody holds"),
+    "table_own_page": Kind("tags", "worker", True, "a block table entry names another page of the same request"),
+    "page_freed_and_taken": Kind("tags", "scheduler", True, "a page is freed early and another request takes it"),
+    "stale_tag": Kind("tags", "worker", False, "a page's tag is an earlier one"),
+    "tag_bumped": Kind("tags", "worker", False, "a page's tag is one that nobody was given"),
+    "late_landing": Kind("lives", "worker", True, "an aborted request's pages land after they were given to another"),
+    "replayed_page": Kind("seals", "worker", True, "staging holds a page of an earlier ticket"),
+    "bit_flip": Kind("seals", "worker", True, "one bit of a page in staging is turned over"),
+    "page_permutation": Kind("seals", "worker", True, "two pages of a ticket are swapped in staging"),
+    "token_permutation": Kind("seals", "worker", True, "two tokens inside a page are swapped in staging"),
+    "truncated_page": Kind("seals", "worker", True, "the end of a page never reached staging"),
+    "wrong_scale": Kind("seals", "prefill", False, "prefill converts with other scales than decode reads with"),
+    "seal_lost": Kind("road", "prefill", False, "the proof of a ticket is lost"),
+    "seal_late": Kind("road", "prefill", False, "the proof comes after the deadline"),
+    "seal_duplicated": Kind("road", "prefill", False, "the proof comes twice"),
+    "page_freed_early": Kind("ledger", "scheduler", True, "a page goes back to the free list while it is read"),
+    "shared_page_freed_early": Kind("ledger", "scheduler", True, "a shared page loses one reference too many"),
+}
+
+
+class FaultError(ValueError):
+    """A fault that is not allowed or not possible here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    kind: str
+    rng: random.Random
+    delay_s: float  # of a proof that comes late
+
+
+@dataclass(slots=True)
+class _Held:
+    job: Any
+    pages: torch.Tensor  # copies of the wire bytes
+
+
+@dataclass(slots=True)
+class Faults:
+    kinds: tuple[str, ...]
+    seed: int
+    log: list[dict[str, Any]] = field(default_factory=list)
+    _tickets: dict[int, Armed] = field(default_factory=dict)
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _earlier: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Faults | None:
+        """From `faults` of the configuration; None when it names no kinds."""
+        kinds = tuple(config.get("kinds") or ())
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise FaultError(f"faults.kinds names {unknown[0]!r}; known: {', '.join(KINDS)}")
+        return cls(kinds, int(config.get("seed", 0))) if kinds else None
+
+    def rng(self, kind: str, trial: int) -> random.Random:
+        if kind not in self.kinds:
+            raise FaultError(f"fault {kind!r} is not allowed here; faults.kinds allows {', '.join(self.kinds)}")
+        return random.Random(f"{self.seed}/{kind}/{trial}")
+
+    def _did(self, **what: Any) -> dict[str, Any]:
+        self.log.append(what)
+        return what
+
+    # -- block tables and tags, between steps, in the worker
+
+    def on_tables(self, kind: str, trial: int, victim: str, runner: Any, check: Any, first: int = 0) -> dict[str, Any]:
+        """Spoils one entry of the victim's row, at a position from `first` on. `runner`: vLLM's V1 model runner."""
+        rng = self.rng(kind, trial)
+        batch = runner.input_batch
+        row = batch.req_id_to_index.get(victim)
+        if row is None:
+            return self._did(kind=kind, fired=False, why=f"{victim} is not in the batch")
+        table = batch.block_table[0].block_table.np
+        state = runner.requests[victim]
+        pages = [int(page) for page in state.block_ids[0]]
+        # Only pages that hold tokens already: attention reads those in the next step.
+        page_tokens = batch.block_table[0].block_size
+        used = range(first, min(len(pages), -(-state.num_computed_tokens // page_tokens)))
+        if not used:
+            return self._did(kind=kind, fired=False, why=f"{victim} has no page from position {first} on")
+        position = rng.choice(used)
+        before = int(table[row, position])
+        if kind in ("stale_tag", "tag_bumped"):
+            page_tags = getattr(check, "page_tags", None)
+            if page_tags is None:
+                return self._did(kind=kind, fired=False, why="there are no tags with integrity.mode: off")
+            page_tags[before] += 1 if kind == "tag_bumped" else -rng.randint(1, 1000)
+            return self._did(kind=kind, fired=True, victim=victim, position=position, page=before)
+        after = self._other_page(kind, rng, runner, victim, pages, position)
+        if after is None:
+            return self._did(kind=kind, fired=False, why="there is no such page now")
+        table[row, position] = after
+        return self._did(kind=kind, fired=True, victim=victim, position=position, page=before, after=after)
+
+    @staticmethod
+    def _other_page(
+        kind: str, rng: random.Random, runner: Any, victim: str, pages: Sequence[int], position: int
+    ) -> int | None:
+        batch = runner.input_batch
+        held = {r: [int(p) for p in runner.requests[r].block_ids[0]] for r in batch.req_ids[: batch.num_reqs]}
+        if kind == "table_own_page":
+            choices = [page for page in pages if page != pages[position]]
+        elif kind == "table_other_request":
+            choices = [page for r, those in held.items() if r != victim for page in those if page not in pages]
+        elif kind == "table_free_page":
+            taken = {page for those in held.values() for page in those}
+            num_pages = runner.kv_cache_config.num_blocks
+            choices = [page for page in range(1, num_pages) if page not in taken]
+        else:
+            raise FaultError(f"fault {kind!r} is none of the block tables")
+        return rng.choice(choices) if choices else None
+
+    # -- the road, in the workers
+
+    def arm(self, kind: str, trial: int, ticket_id: int, delay_s: float = 0.0) -> dict[str, Any]:
+        """The fault happens when this ticket passes."""
+        self._tickets[ticket_id] = Armed(kind, self.rng(kind, trial), delay_s)
+        return {"kind": kind, "armed": ticket_id}
+
+    def _take(self, ticket_id: int, *kinds: str) -> Armed | None:
+        armed = self._tickets.get(ticket_id)
+        if armed is None or armed.kind not in kinds:
+            return None
+        return self._tickets.pop(ticket_id)
+
+    def on_wire_layout(self, ticket_id: int, wire: PageLayout) -> PageLayout:
+        """Prefill, before it converts."""
+        armed = self._take(ticket_id, "wrong_scale")
+        if armed is None:
+            return wire
+        factor = armed.rng.choice((0.5, 2.0, 4.0))
+        self._did(kind=armed.kind, fired=True, ticket_id=ticket_id, factor=factor)
+        return wire.with_dtype(
+            wire.dtype,
+            rounding=wire.rounding,
+            k_scales=tuple(s * factor for s in wire.k_scales),
+            v_scales=wire.v_scales,
+        )
+
+    def on_sealed(self, message: PagesSealed, send: Any) -> bool:
+        """Prefill, before the proof leaves; False: it must not be sent."""
+        armed = self._take(message.ticket_id, "seal_lost", "seal_late", "seal_duplicated") if message.last else None
+        if armed is None:
+            return True
+        self._did(kind=armed.kind, fired=True, ticket_id=message.ticket_id)
+        if armed.kind == "seal_duplicated":
+            send(message)
+            return True
+        if armed.kind == "seal_late":
+            threading.Timer(armed.delay_s, send, (message,)).start()
+        return False
+
+    def on_staging(self, job: Any, pages: torch.Tensor, layout: PageLayout) -> None:
+        """Decode, before pages are verified. `pages`: uint8 [n, page_bytes], the staging memory itself."""
+        ticket_id = job.order.hand_over.ticket_id
+        armed = self._take(
+            ticket_id, "replayed_page", "bit_flip", "page_permutation", "token_permutation", "truncated_page"
+        )
+        earlier, self._earlier = self._earlier, pages.clone() if "replayed_page" in self.kinds else None
+        if armed is None:
+            return
+        rng, num_pages = armed.rng, pages.shape[0]
+        page = rng.randrange(num_pages)
+        done: dict[str, Any] = {"kind": armed.kind, "fired": True, "ticket_id": ticket_id, "page": page}
+        if armed.kind == "replayed_page":
+            if earlier is None:
+                done |= {"fired": False, "why": "no ticket was opened before"}
+            else:
+                page = done["page"] = rng.randrange(min(num_pages, earlier.shape[0]))
+                done["fired"] = not torch.equal(pages[page], earlier[page])
+                pages[page] = earlier[page]
+        elif armed.kind == "bit_flip":
+            at, bit = rng.randrange(layout.page_bytes), rng.randrange(8)
+            pages[page, at] ^= 1 << bit
+            done |= {"byte": at, "bit": bit}
+        elif armed.kind == "page_permutation":
+            other = rng.choice([p for p in range(num_pages) if p != page]) if num_pages > 1 else page
+            done |= {"with": other, "fired": not torch.equal(pages[page], pages[other])}
+            pages[[page, other]] = pages[[other, page]]
+        elif armed.kind == "token_permutation":
+            done["tokens"] = swap_tokens(pages[page], layout, rng)
+        else:
+            keep = rng.randrange(layout.page_bytes)
+            done |= {"bytes_kept": keep, "fired": bool(pages[page, keep:].any())}
+            pages[page, keep:] = 0
+        self._did(**done)
+
+    def hold_landing(self, job: Any, pages: torch.Tensor, cancelled: Any) -> None:
+        """Decode, before pages are verified: keeps a copy of the landing and waits until its request is aborted."""
+        ticket_id = job.order.hand_over.ticket_id
+        if self._take(ticket_id, "late_landing") is None:
+            return
+        self._held[ticket_id] = _Held(job, pages.clone())
+        until = time.monotonic() + 5.0
+        while job.request_id not in cancelled and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def land_late(self, ticket_id: int, land: Any) -> dict[str, Any]:
+        """Lands what `hold_landing` kept, now; `land(job, pages)` gives the verdicts."""
+        held = self._held.pop(ticket_id, None)
+        if held is None:
+            return self._did(kind="late_landing", fired=False, why="nothing is held")
+        verdicts = land(held.job, held.pages)
+        done = {"kind": "late_landing", "fired": True, "ticket_id": ticket_id, "pages": list(held.job.block_ids)}
+        return self._did(**done, verdicts={str(v): n for v, n in verdicts.items() if n})
+
+    # -- the pool, between steps, in the scheduler
+
+    def on_pool(self, kind: str, trial: int, victim: str, manager: Any, guard: Any) -> dict[str, Any]:
+        """Spoils the pool's account of one full page of the victim. `guard`: the ledger's, None with mode off."""
+        rng = self.rng(kind, trial)
+        pool = manager.block_pool
+        blocks = list(manager.coordinator.single_type_managers[0].req_to_blocks.get(victim) or ())
+        shared = kind == "shared_page_freed_early"
+        # The last page is still being written; what is wanted is one that is only read.
+        choices = [b for b in blocks[:-1] if (b.ref_cnt > 1 if shared else b.ref_cnt == 1)]
+        if not choices:
+            return self._did(
+                kind=kind, fired=False, why=f"{victim} has no {'shared' if shared else 'private'} full page"
+            )
+        block = rng.choice(choices)
+        if shared:
+            block.ref_cnt -= 1
+        else:
+            # Below the ledger, as a fault in the pool itself would be. Without its hash it is the next to be taken.
+            pool.evict_blocks({block.block_id})
+            (pool.free_blocks if guard is None else guard.pool_free)([block])
+            if kind == "page_freed_and_taken" and guard is not None:
+                guard.blind_to.add(block.block_id)
+        return self._did(kind=kind, fired=True, victim=victim, page=block.block_id, references=block.ref_cnt)
+
+
+def swap_tokens(page: torch.Tensor, layout: PageLayout, rng: random.Random) -> list[int]:
+    """Swaps two tokens of a wire page in every layer, K and V. Returns their numbers."""
+    one, other = rng.sample(range(layout.page_tokens), 2)
+    width = layout.dtype.num_bytes
+    for layer in range(layout.num_layers):
+        flat = page[layer * layout.layer_page_bytes : (layer + 1) * layout.layer_page_bytes]
+        values = flat.view(torch.int16) if width == 2 else flat
+        if layout.order.is_latent:
+            rows = values.view(layout.page_tokens, -1)
+            rows[[one, other]] = rows[[other, one]]
+            continue
+        offsets = element_offsets(layout)
+        kept = values[offsets[one]].clone()
+        values[offsets[one]] = values[offsets[other]]
+        values[offsets[other]] = kept
+    return [one, other]
