@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from actors.engine.faults import FaultError, Faults
 from actors.engine.integrity import CheckTracker, NoTracker, Proof
 from actors.engine.integrity_worker import TagCheck, forward_of, self_test
 from actors.engine.ledger import tag_epoch
@@ -50,7 +51,9 @@ class FerryConnector(KVConnectorBase_V1):
         self.worker: WorkerHalf | None = None
         config = self._kv_transfer_config.get_from_extra_config
         self._empty_step = False
-        self._checking = config("integrity", {}).get("mode", "off") == "check"
+        integrity = config("integrity", {})
+        self._checking = integrity.get("mode", "off") == "check"
+        self.faults = Faults.of(config("faults", {}))
         self.runner: Any = None
         if self._checking:
             _refuse_unchecked(vllm_config, kv_cache_config)
@@ -67,6 +70,9 @@ class FerryConnector(KVConnectorBase_V1):
                 rank=parallel.rank,
                 world=parallel.world_size,
                 socket_path=config("socket", ""),
+                seals=integrity.get("seals", "full"),
+                sample_rate=integrity.get("sample_rate", 1.0),
+                faults=self.faults,
             )
         self._kv_scales: tuple[float, float] = tuple(config("kv_scales", (1.0, 1.0)))
 
@@ -228,7 +234,14 @@ def _add_utilities(connector: FerryConnector) -> None:
         tracker = half.tracker
         return tracker.lift_quarantine() if isinstance(tracker, CheckTracker) and not self.scheduler.requests else 0
 
-    for method in (pageferry_scheduler, pageferry_audit, pageferry_lift_quarantine):
+    def pageferry_fault(self: Any, kind: str, trial: int, victim: str) -> dict[str, Any]:
+        """Only where `faults.kinds` allows it: spoils the pool's account of a page of `victim`."""
+        if connector.faults is None:
+            raise FaultError("faults are off: faults.kinds is empty")
+        guard = getattr(half.tracker, "guard", None)
+        return connector.faults.on_pool(kind, trial, victim, self.scheduler.kv_cache_manager, guard)
+
+    for method in (pageferry_scheduler, pageferry_audit, pageferry_lift_quarantine, pageferry_fault):
         setattr(EngineCore, method.__name__, method)
 
 
@@ -259,9 +272,38 @@ class FerryWorkerExtension:
             "seal_ns": half.seal_ns,
             "open_ns": half.open_ns,
             "messages_dropped": half._link.dropped,
+            "pages_verified": half.pages_verified,
+            "pages_unverified": half.pages_unverified,
             "checks": getattr(half.check, "checks", 0),
             "check_ns": getattr(half.check, "check_ns", 0),
         }
+
+    def pageferry_fault(self, kind: str, trial: int, target: str | int, more: float = 0) -> dict[str, Any]:
+        """Only where `faults.kinds` allows it. `target`: the victim's request id (block tables, tags; `more` is the
+        first position to spoil), or a ticket id (the road; `more` is a late proof's delay in seconds)."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = get_kv_transfer_group()
+        faults: Faults | None = connector.faults
+        if faults is None:
+            raise FaultError("faults are off: faults.kinds is empty")
+        if isinstance(target, str):
+            return faults.on_tables(kind, trial, target, connector.runner, connector.worker.check, int(more))
+        return faults.arm(kind, trial, target, more)
+
+    def pageferry_land_late(self, ticket_id: int) -> dict[str, Any]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        half: WorkerHalf = get_kv_transfer_group().worker
+        return half.land_late(ticket_id)
+
+    def pageferry_fault_log(self) -> list[dict[str, Any]]:
+        """What faults did in this worker since the last call."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        faults: Faults = get_kv_transfer_group().faults
+        log, faults.log = faults.log, []
+        return log
 
 
 def _weights_bytes(model: torch.nn.Module) -> int:

@@ -228,6 +228,7 @@ class Faults:
         if self._take(ticket_id, "late_landing") is None:
             return
         self._held[ticket_id] = _Held(job, pages.clone())
+        self._did(kind="late_landing", held=ticket_id)
         until = time.monotonic() + 5.0
         while job.request_id not in cancelled and time.monotonic() < until:
             time.sleep(0.001)
@@ -256,11 +257,12 @@ class Faults:
                 kind=kind, fired=False, why=f"{victim} has no {'shared' if shared else 'private'} full page"
             )
         block = rng.choice(choices)
+        # Without its hash a free page is the next to be taken.
+        pool.evict_blocks({block.block_id})
         if shared:
             block.ref_cnt -= 1
         else:
-            # Below the ledger, as a fault in the pool itself would be. Without its hash it is the next to be taken.
-            pool.evict_blocks({block.block_id})
+            # Below the ledger, as a fault in the pool itself would be.
             (pool.free_blocks if guard is None else guard.pool_free)([block])
             if kind == "page_freed_and_taken" and guard is not None:
                 guard.blind_to.add(block.block_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,16 @@ def describe(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], c
         k_scales=k_scales,
         v_scales=(1.0,) if latent else v_scales,
     )
+
+
+def write_pages(
+    wire_pages: torch.Tensor, layout: PageLayout, caches: Sequence[torch.Tensor], block_ids: Sequence[int]
+) -> None:
+    """Wire pages of the cache's own layout into its blocks, unverified. uint8 [n, page_bytes]; any cache strides."""
+    size, ids = layout.layer_page_bytes, torch.tensor(block_ids, device=caches[0].device)
+    for layer, cache in enumerate(caches):
+        part = wire_pages[:, layer * size : (layer + 1) * size].contiguous().to(cache.device)
+        cache[ids] = part.view(cache.dtype).view(len(block_ids), *cache.shape[1:])
 
 
 def _order(backend: str, shape: tuple[int, ...], cache_dtype: str, layer: Any) -> PageOrder:

@@ -224,7 +224,7 @@ class WorkerHalf:
         for first, last, verified in self._runs(seal.ticket_id, job.first_page, len(job.block_ids)):
             part, blocks, ordinal = pages[first:last], job.block_ids[first:last], job.first_page + first
             if not verified:
-                layouts.write_pages(part, layout, self._caches, blocks)
+                self._write_from(part, blocks)
                 self.pages_unverified += last - first
                 num_good += last - first
                 continue
@@ -283,6 +283,17 @@ class WorkerHalf:
             ).cpu()
             torch.cuda.current_stream(device).synchronize()
         return good
+
+    def _write_from(self, pages: torch.Tensor, block_ids: list[int]) -> None:
+        """Scatters wire pages as they are: what `integrity.seals` other than `full` leaves unverified."""
+        layout, device = self.layout, self._caches[0].device
+        assert layout is not None
+        if device.type == "cpu":
+            layouts.write_pages(pages, layout, self._caches, block_ids)
+            return
+        with torch.cuda.stream(self._side_stream(device)):
+            layouts.write_pages(pages.to(device), layout, self._caches, block_ids)
+            torch.cuda.current_stream(device).synchronize()
 
     def _side_stream(self, device: torch.device) -> Any:
         if self._stream is None:

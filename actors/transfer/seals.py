@@ -28,6 +28,9 @@ class SealBook:
     def __init__(self) -> None:
         self._open: dict[Key, _Open] = {}
         self._void: set[Key] = set()
+        self._done: set[Key] = set()
+        self.duplicates = 0  # chunks of seals that were complete already
+        self.late = 0  # chunks of tickets whose lease had ended
 
     def __len__(self) -> int:
         return len(self._open)
@@ -35,6 +38,9 @@ class SealBook:
     def add(self, message: PagesSealed) -> Seal | None:
         key = (message.ticket_id, message.attempt)
         if key in self._void:
+            return None
+        if key in self._done:
+            self.duplicates += 1
             return None
         book = self._open.setdefault(key, _Open(message.layout_fingerprint, message.num_tokens, message.num_shards))
         if (message.layout_fingerprint, message.num_tokens, message.num_shards) != (
@@ -55,6 +61,7 @@ class SealBook:
         if len(book.complete) < book.num_shards:
             return None
         del self._open[key]
+        self._done.add(key)
         return Seal(
             ticket_id=message.ticket_id,
             attempt=message.attempt,
@@ -71,3 +78,4 @@ class SealBook:
         """The ticket's lease is gone: nothing of it will be asked for again."""
         self._open.pop(key, None)
         self._void.discard(key)
+        self._done.discard(key)

@@ -207,8 +207,9 @@ class KVTransfer:
             case PagesSealed():
                 key = (message.ticket_id, message.attempt)
                 region = self.staging.get(key)
-                seal = self.seals.add(message)
-                if seal is not None and region is not None and not region.released:
+                if region is None or region.released:
+                    self.seals.late += 1  # nobody waits for it any more
+                elif (seal := self.seals.add(message)) is not None:
                     lease = Lease(
                         ticket_id=key[0],
                         attempt=key[1],

@@ -209,13 +209,20 @@ class EnginePair:
         return hand_over, done
 
     async def stream(
-        self, request_id: str, prompt: list[int], params: Any, ticket: Ticket, hand_over: HandOver | None
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: Any,
+        ticket: Ticket,
+        hand_over: HandOver | None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[Any]:
         """`EngineCoreOutput`s of one request, in order."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
         self._queues[request_id] = queue
         try:
-            await self.decode.submit("rig", self.frames(request_id, prompt, params), ticket, hand_over)
+            frames = self.frames(request_id, prompt, params, cache_salt)
+            await self.decode.submit("rig", frames, ticket, hand_over)
             while True:
                 output = await queue.get()
                 yield output
@@ -231,7 +238,7 @@ class EnginePair:
             ticket = self.ticket(request_id, len(prompt))
             over, _ = await self.seal(ticket, prompt)
         else:
-            ticket = msgspec.structs.replace(self._alone(request_id), num_prompt_tokens=len(prompt))
+            ticket = msgspec.structs.replace(self.alone(request_id), num_prompt_tokens=len(prompt))
             over = None
         async for output in self.stream(request_id, prompt, params, ticket, over):
             made.token_ids += output.new_token_ids
@@ -247,7 +254,8 @@ class EnginePair:
             made.opened = await self.wait_opened((ticket.ticket_id, ticket.attempt))
         return made
 
-    def _alone(self, request_id: str) -> Ticket:
+    def alone(self, request_id: str) -> Ticket:
+        """A ticket for a prompt that decode computes itself."""
         return Ticket(
             ticket_id=next(self._tickets),
             attempt=1,
