@@ -60,6 +60,64 @@ TABLE: tuple[Metric, ...] = (
     Metric("pageferry_tokens_moved_total", "counter", "Prompt tokens whose pages decode took over"),
     Metric("pageferry_tokens_recomputed_total", "counter", "Prompt tokens that decode had to compute itself"),
     Metric("pageferry_staging_bytes", "gauge", "Staging memory held by leases", ("node",)),
+    Metric("pageferry_pages_opened_total", "counter", "Pages that decode opened or refused", ("verdict",)),
+    # engines, as their heartbeats say
+    Metric(
+        "pageferry_engine_tokens_opened_total", "counter", "Prompt tokens taken over from prefill", ("pool", "replica")
+    ),
+    Metric("pageferry_engine_tokens_recomputed_total", "counter", "Prompt tokens computed again", ("pool", "replica")),
+    Metric("pageferry_engine_pages_sealed_total", "counter", "Pages sealed into staging", ("pool", "replica")),
+    Metric(
+        "pageferry_engine_opens_failed_total", "counter", "Hand-overs that could not be opened", ("pool", "replica")
+    ),
+    Metric(
+        "pageferry_engine_integrity_steps_total", "counter", "Forward steps that had to be proven", ("pool", "replica")
+    ),
+    Metric(
+        "pageferry_engine_integrity_checks_total", "counter", "Steps whose tags were all checked", ("pool", "replica")
+    ),
+    Metric(
+        "pageferry_engine_integrity_steps_unproven_total",
+        "counter",
+        "Steps without a full check: alert when this grows",
+        ("pool", "replica"),
+    ),
+    Metric(
+        "pageferry_engine_integrity_rows_checked_total",
+        "counter",
+        "Requests whose tags were checked",
+        ("pool", "replica"),
+    ),
+    Metric(
+        "pageferry_engine_integrity_pages_checked_total", "counter", "Block table entries checked", ("pool", "replica")
+    ),
+    Metric(
+        "pageferry_engine_integrity_requests_ended_total",
+        "counter",
+        "Requests ended by a tag mismatch",
+        ("pool", "replica"),
+    ),
+    Metric(
+        "pageferry_engine_integrity_pages_doubted_total",
+        "counter",
+        "Pages put in doubt by a verdict",
+        ("pool", "replica"),
+    ),
+    Metric(
+        "pageferry_engine_integrity_breaches_total", "counter", "Broken laws of the page ledger", ("pool", "replica")
+    ),
+    Metric(
+        "pageferry_engine_integrity_unproven_s",
+        "gauge",
+        "Seconds since the last full check while steps ran: alert above 10",
+        ("pool", "replica"),
+    ),
+    Metric(
+        "pageferry_engine_integrity_quarantined_share",
+        "gauge",
+        "Share of the pages in quarantine: alert above 0.05",
+        ("pool", "replica"),
+    ),
     Metric("pageferry_scale_decisions_total", "counter", "Decisions of the autoscaler", ("pool", "direction")),
 )
 

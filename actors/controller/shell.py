@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import ray
+import ray.util.metrics
 
 from actors.controller import status as view
 from actors.controller.events import (
@@ -42,6 +43,7 @@ from actors.controller.events import (
     WantHandOver,
     Withdraw,
 )
+from actors.controller.exports import Exporter
 from actors.controller.machine import Machine
 from actors.nouns import (
     AdmitRequest,
@@ -61,12 +63,14 @@ from actors.nouns import (
     TransferEvent,
     Verdict,
 )
+from cluster.metrics import Emitter
 from cluster.spec import ClusterSpec
 
 ACTOR_NAME = "pageferry-controller"
 NAMESPACE = "pageferry"
 DEPLOYMENTS = {Role.PREFILL: "Prefill", Role.DECODE: "Decode"}
 TICK_S = 0.1
+EXPORT_S = 2.0
 ORPHAN_S = 20.0  # nobody heard for this long: look whether the application still exists
 EPOCH_ZERO_S = 1_577_836_800  # 2020-01-01; epochs count half seconds from there, so a later life has a higher one
 
@@ -85,6 +89,7 @@ class Controller:
         self._actuator = ServeActuator()
         self._tasks: set[asyncio.Task[None]] = set()
         self._heard_at = time.monotonic()
+        self._exporter = Exporter(Emitter(ray.util.metrics))
 
     # -- replicas
 
@@ -228,6 +233,7 @@ class Controller:
     def _start(self) -> None:
         if not self._tasks:
             self._spawn(self._tick_loop())
+            self._spawn(self._export_loop())
             self._spawn(self._watch_loop())
 
     def _spawn(self, work: Any) -> None:
@@ -246,6 +252,14 @@ class Controller:
                 if self._orders[frontend_id].empty():
                     continue  # a long poll may be waiting on it
                 del self._orders[frontend_id]  # nobody will read them
+
+    async def _export_loop(self) -> None:
+        while True:
+            await asyncio.sleep(EXPORT_S)
+            try:
+                self._exporter.export(view.status(self._machine, time.monotonic_ns()))
+            except Exception:
+                logger.exception("metrics were not exported")
 
     async def _scale(self, decision: ScaleDecision) -> None:
         problem = await self._actuator.scale(decision)

@@ -1,0 +1,87 @@
+"""The controller's metrics: totals become increments, a new life counts from zero, every name is in the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actors.controller.exports import Exporter
+from actors.engine.integrity import COUNTERS, GAUGES
+from actors.engine.scheduler_half import Counters
+from cluster.metrics import BY_NAME, Emitter
+
+
+class Recorder:
+    """A metrics backend that keeps what it is told, as `ray.util.metrics` would take it."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[Any, ...], float] = {}
+
+    def _make(self, name: str, **_: Any) -> Any:
+        values = self.values
+
+        class Made:
+            def set_default_tags(self, tags: dict[str, str]) -> None:
+                assert tags == {}
+
+            def inc(self, value: float, tags: dict[str, str]) -> None:
+                key = (name, *tags.values())
+                values[key] = values.get(key, 0.0) + value
+
+            def set(self, value: float, tags: dict[str, str]) -> None:
+                values[(name, *tags.values())] = value
+
+        return Made()
+
+    Counter = Gauge = Histogram = _make
+
+
+def status(moved: int = 0, checks: float = 0.0, held: int = 3) -> dict[str, Any]:
+    def replica(name: str, dtype: str) -> dict[str, Any]:
+        return {
+            "replica_id": name,
+            "state": "ready",
+            "blocks_total": 12,
+            "blocks_free": 12 - held,
+            "blocks_held": held,
+            "blocks_quarantined": 0,
+            "layout": {"dtype": dtype},
+            "counters": {"integrity_checks": checks, "integrity_unproven_s": 0.5, "from_the_future": 1.0},
+        }
+
+    return {
+        "tickets": {"by_state": {"decoding": 2}, "ended": {"done": 5}},
+        "queue": {"waiting": 1},
+        "ferry": {"bytes_moved": moved, "tokens_moved": 10, "tokens_recomputed": 0},
+        "counters": {"pages_ok": 4, "pages_mismatch": 1, "admitted": 9},
+        "staging": {"nodes": {"n": {"bytes_held": 7}}},
+        "pools": {
+            "prefill": {"replicas": [replica("p", "bfloat16")]},
+            "decode": {"replicas": [replica("d", "float8_e4m3fn")]},
+        },
+    }
+
+
+def test_totals_are_counted_once_and_survive_a_new_life() -> None:
+    backend = Recorder()
+    exporter = Exporter(Emitter(backend))
+    exporter.export(status(moved=100, checks=10))
+    exporter.export(status(moved=150, checks=10))
+    assert backend.values[("pageferry_bytes_moved_total",)] == 150
+    assert backend.values[("pageferry_bytes_saved_total",)] == 150, "BF16 pages are twice as large as what travels"
+    exporter.export(status(moved=30, checks=4))
+    assert backend.values[("pageferry_bytes_moved_total",)] == 180
+    assert backend.values[("pageferry_engine_integrity_checks_total", "decode", "d")] == 14
+    assert backend.values[("pageferry_tickets_ended_total", "done")] == 5
+    assert backend.values[("pageferry_pages_opened_total", "mismatch")] == 1
+    assert backend.values[("pageferry_kv_occupancy", "decode", "d")] == 0.25
+    assert backend.values[("pageferry_kv_blocks", "free", "prefill", "p")] == 9
+    assert backend.values[("pageferry_engine_integrity_unproven_s", "decode", "d")] == 0.5
+    assert backend.values[("pageferry_staging_bytes", "n")] == 7
+
+
+def test_every_engine_counter_has_its_metric() -> None:
+    for name in COUNTERS:
+        suffix = "" if name in GAUGES else "_total"
+        assert f"pageferry_engine_{name}{suffix}" in BY_NAME
+    for name in Counters.__slots__:
+        assert f"pageferry_engine_{name}_total" in BY_NAME
