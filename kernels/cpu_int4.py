@@ -38,14 +38,14 @@ def _to_bf16(x):  # type: ignore[no-untyped-def]
 @inline
 def _quantise(w, inverse, zero, q):  # type: ignore[no-untyped-def]
     """q[i] = code + 8 of w[i]; returns E, the sum of squared errors in 1/256 steps."""
-    total = np.int64(0)
+    total = np.int32(0)  # below 2^31 by definition
     for i in range(w.size):
         y = w[i] * inverse
         near = min(max(y, np.float32(-32.0)), np.float32(32.0))
         code = min(max(((near + _ROUND) - _ROUND) + zero, _Q_MIN), _Q_MAX)
         error = min(max((code - zero) - y, np.float32(-11.0)), np.float32(11.0)) * np.float32(256.0)
         whole = np.int32((error + _ROUND) - _ROUND)
-        total += np.int64(whole) * np.int64(whole)
+        total = np.int32(total + np.int32(whole * whole))
         q[i] = np.uint8(np.int32(code) + np.int32(8))
     return total
 

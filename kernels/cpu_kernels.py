@@ -8,6 +8,7 @@ import numba
 import numpy as np
 
 from kernels.cpu_primitives import (
+    copy_bytes,
     encode_nearest,
     encode_truncate,
     encode_truncate_shift,
@@ -38,14 +39,6 @@ def _convert(address, target, count, kind, scale, shift):  # type: ignore[no-unt
         encode_nearest(src, dst, scale)
 
 
-@inline
-def _copy(address, target, num_bytes):  # type: ignore[no-untyped-def]
-    src = numba.carray(pointer(address), (num_bytes // 8,), np.uint64)
-    dst = numba.carray(pointer(target), (num_bytes // 8,), np.uint64)
-    for i in range(src.size):
-        dst[i] = src[i]
-
-
 @jit(
     "void(uint64[::1],int64[::1],int64[::1],uint64,int64,int64,int64,int64,uint64[::1],uint64[:,::1],"
     "int64[:,::1],float32[:,::1],uint16[:,:,::1],uint64[::1])"
@@ -55,21 +48,29 @@ def seal_straight(  # type: ignore[no-untyped-def]
 ):
     """Wire page p is block ids[p]. A layer is `segments` runs of `segment` values, K and V in turn."""
     blocks = (layer_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES
+    # One layer's bytes are made here, in the cache, digested, and streamed out.
+    room = np.empty(layer_bytes // 8 + 8, dtype=np.uint64)
+    base = np.uint64(room.ctypes.data)
+    base += (np.uint64(64) - (base & np.uint64(63))) & np.uint64(63)
     for page in range(ids.size):
         total = np.uint64(0)
         for layer in range(caches.size):
             address = caches[layer] + np.uint64(ids[page] * strides[layer])
-            target = out + np.uint64(page * out_stride + layer * layer_bytes)
-            if kind[layer, 0] == COPY:
-                _copy(address, target, layer_bytes)
-            else:
+            made = address
+            if kind[layer, 0] != COPY:
+                made = base
                 for i in range(segments):
                     at = np.uint64(i * segment)
                     kv = i & 1
-                    _convert(
-                        address + at + at, target + at, segment, kind[layer, kv], scale[layer, kv], shift[layer, kv]
-                    )
-            total += layer_digest(target, layer_bytes, keys, layer * blocks + 1, seeds[page])
+                    _convert(address + at + at, base + at, segment, kind[layer, kv], scale[layer, kv], shift[layer, kv])
+            total += layer_digest(made, layer_bytes, keys, layer * blocks + 1, seeds[page])
+            # Next is the next layer of this page, or the first layer of the next one.
+            after = page * caches.size + layer + 1
+            if after < ids.size * caches.size:
+                block, following = ids[after // caches.size], after % caches.size
+                address = caches[following] + np.uint64(block * strides[following])
+            step = 64 if kind[layer, 0] == COPY else 128
+            copy_bytes(made, out + np.uint64(page * out_stride + layer * layer_bytes), layer_bytes, address, step)
         digests[page] = mix(seeds[page] ^ total)
 
 
@@ -100,7 +101,8 @@ def open_straight(  # type: ignore[no-untyped-def]
         if good[page]:
             for layer in range(caches.size):
                 target = caches[layer] + np.uint64(ids[page] * strides[layer])
-                _copy(address + np.uint64(layer * layer_bytes), target, layer_bytes)
+                source = address + np.uint64(layer * layer_bytes)
+                copy_bytes(source, target, layer_bytes, source, 0)
 
 
 @jit(

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.digest import BLOCK_BYTES, GOLDEN, MIX_A, MIX_B, NH_KEYS
@@ -106,10 +107,54 @@ def nh_block(typingctx: Any, address: Any, keys: Any) -> Any:
     return types.UniTuple(types.uint64, 2)(types.uint64, types.uint64), generate
 
 
+@intrinsic
+def stream_lines(typingctx: Any, source: Any, target: Any, lines: Any, ahead: Any, step: Any) -> Any:
+    """Copy `lines` times 64 bytes past the cache: `target` a multiple of 64, `source` of 16. Ends with a fence.
+
+    A page that is sealed or opened is not read again by this core: written through the cache it would be fetched first
+    and push out what is in use. While the lines go out, what is read next is brought in: for line i the two lines at
+    ahead + i * step. A prefetch of an address that does not exist does nothing.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, number, byte = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
+        vector = ir.VectorType(word, _LANES)
+        mark = builder.module.add_metadata([ir.Constant(number, 1)])
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        flags = [ir.Constant(number, flag) for flag in (0, 2, 1)]  # a read, into the second level, data
+        with cgutils.for_range(builder, args[2]) as loop:
+            offset = builder.mul(loop.index, ir.Constant(word, 64))
+            near = builder.add(args[3], builder.mul(loop.index, args[4]))
+            for place in (near, builder.add(near, ir.Constant(word, 64))):
+                builder.call(prefetch, [builder.inttoptr(place, byte), *flags])
+            places = [builder.inttoptr(builder.add(base, offset), vector.as_pointer()) for base in args[:2]]
+            store = builder.store(builder.load(places[0], align=16), places[1], align=64)
+            store.set_metadata("nontemporal", mark)
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(*[types.uint64] * 5), generate
+
+
 def expanded_keys() -> np.ndarray:
     """uint64 [4, 128]: the four 32-bit keys of each word of a block, each in a word of its own."""
     keys = np.array(NH_KEYS, dtype=np.uint64)
     return np.ascontiguousarray(np.stack([keys[i : i + 256 : 2] for i in range(4)]))
+
+
+@inline
+def copy_bytes(source, target, num_bytes, ahead, step):  # type: ignore[no-untyped-def]
+    """num_bytes is a multiple of 8; both addresses are multiples of 16; `ahead`, `step`: see `stream_lines`."""
+    done = 0
+    if (target & np.uint64(63)) == np.uint64(0):
+        done = num_bytes // 64 * 64
+        stream_lines(source, target, np.uint64(done // 64), ahead, np.uint64(step))
+    left = (num_bytes - done) // 8
+    src = numba.carray(pointer(source + np.uint64(done)), (left,), np.uint64)
+    dst = numba.carray(pointer(target + np.uint64(done)), (left,), np.uint64)
+    for i in range(left):
+        dst[i] = src[i]
 
 
 _LOW = np.uint64(0xFFFFFFFF)

@@ -26,6 +26,7 @@ One pass, no order between blocks, 32 x 32 -> 64 bit products only: the same bit
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 from kernels.layout import PageLayout, SealBinding
@@ -61,10 +62,15 @@ def blocks_per_layer(layout: PageLayout) -> int:
     return -(-layout.layer_page_bytes // BLOCK_BYTES)
 
 
+@lru_cache(maxsize=256)
+def _fingerprint(layout: PageLayout) -> int:
+    return layout.fingerprint_u64
+
+
 def base_seed(wire: PageLayout, binding: SealBinding) -> int:
     """The seed of step 1 before the ordinal; the same for all pages of a ticket's attempt."""
     seed = 0
-    for value in (wire.fingerprint_u64, binding.ticket_hash, binding.attempt):
+    for value in (_fingerprint(wire), binding.ticket_hash, binding.attempt):
         seed = mix(((seed ^ value) + GOLDEN) & _MASK)
     return seed
 

@@ -19,9 +19,8 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +42,8 @@ __all__ = [
 ]
 
 BlockIds = Sequence[int] | Tensor
-Digests = Sequence[int] | np.ndarray | Tensor
+# A numpy array too; numpy itself is not needed here (nor on a GPU machine with only torch and triton).
+Digests = Sequence[int] | Tensor | Any
 
 MODULES = {"reference": "kernels.reference", "numba": "kernels.cpu_numba", "triton": "kernels.triton_backend"}
 WEIGHT_MODULES = {"reference": "kernels.int4", "numba": "kernels.cpu_int4", "triton": "kernels.triton_backend"}
@@ -284,6 +284,7 @@ def _what(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
 
 
+@lru_cache(maxsize=256)
 def _check_pair(src: PageLayout, dst: PageLayout, head_start: int, wire_heads: int, cache_heads: int) -> None:
     if head_start < 0 or head_start + wire_heads > cache_heads:
         raise LayoutError(f"heads {head_start}..{head_start + wire_heads} of the cache: it has {cache_heads}")
@@ -296,19 +297,23 @@ def _check_caches(caches: Sequence[Tensor], layout: PageLayout) -> None:
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16,)
     if layout.dtype is PageDtype.E4M3:
         kinds = (torch.uint8, torch.float8_e4m3fn)
+    first = caches[0]
+    if first.dtype not in kinds or tuple(first.shape) != layout.cache_shape(first.shape[0]):
+        raise ValueError(
+            f"cache of layer 0 is {_what(first)}, must be {' or '.join(map(str, kinds))}"
+            f" {list(layout.cache_shape(first.shape[0]))}"
+        )
+    strides = first.stride()
+    if strides[-1] != 1 or (layout.order is not PageOrder.KV_PACKED and not first[:1].is_contiguous()):
+        raise ValueError(
+            f"cache of layer 0 has strides {list(strides)}: a page must be contiguous (values in kv_packed)"
+        )
+    shape, dtype, device = first.shape, first.dtype, first.device
     for layer, cache in enumerate(caches):
-        if cache.dtype not in kinds or tuple(cache.shape) != layout.cache_shape(cache.shape[0]):
-            raise ValueError(
-                f"cache of layer {layer} is {_what(cache)}, must be {' or '.join(map(str, kinds))}"
-                f" {list(layout.cache_shape(cache.shape[0]))}"
-            )
-        if cache.shape[0] != caches[0].shape[0] or cache.device != caches[0].device:
-            raise ValueError(f"cache of layer {layer} differs from layer 0 in number of blocks or device")
-        page = cache[:1]
-        if layout.order is not PageOrder.KV_PACKED and cache.shape[0] and not page.is_contiguous():
-            raise ValueError(f"cache of layer {layer} has strides {list(cache.stride())}: a page must be contiguous")
-        if cache.dim() and cache.stride(-1) != 1:
-            raise ValueError(f"cache of layer {layer} has strides {list(cache.stride())}: the last must be 1")
+        # Layers may lie differently far apart, their pages may not differ inside.
+        same = cache.shape == shape and cache.dtype is dtype and cache.device == device
+        if not same or cache.stride()[1:] != strides[1:]:
+            raise ValueError(f"cache of layer {layer} is {_what(cache)} on {cache.device}, layer 0 {_what(first)}")
 
 
 def _check_wire(name: str, pages: Tensor, wire: PageLayout) -> None:
@@ -341,12 +346,11 @@ def _block_ids(block_ids: BlockIds, cache: Tensor) -> Tensor:
 
 
 def _digests(digests: Digests, n: int, device: torch.device) -> Tensor:
-    if isinstance(digests, Tensor):
-        out = digests.view(torch.int64) if digests.dtype is torch.uint64 else digests
-    elif isinstance(digests, np.ndarray):
-        out = torch.from_numpy(digests.view(np.int64) if digests.dtype == np.uint64 else digests)
-    else:
+    if isinstance(digests, Sequence):
         out = torch.tensor([to_signed(to_unsigned(value)) for value in digests], dtype=torch.int64)
+    else:
+        out = torch.as_tensor(digests)
+        out = out.view(torch.int64) if out.dtype is torch.uint64 else out
     if out.dtype is not torch.int64 or out.shape != (n,):
         raise ValueError(f"digests must be {n} 64-bit numbers, is {_what(out)}")
     return out.to(device)
