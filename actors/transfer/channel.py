@@ -7,6 +7,7 @@ against the declared types.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
@@ -179,24 +180,47 @@ class Segments:
 
 
 def create_segment(node_tag: str, num_bytes: int) -> tuple[str, mmap.mmap]:
-    """A fresh shared memory file of this process, with its memory really reserved (no SIGBUS later)."""
-    for stale in SHM.glob(f"pageferry-{node_tag}-*"):
-        pid = stale.name.rsplit("-", 1)[-1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            stale.unlink(missing_ok=True)
+    """A fresh shared memory file of this process, with its memory really reserved (no SIGBUS later).
+
+    Its owner holds a lock on it for life (the map keeps the descriptor), so whoever comes next can tell a segment
+    whose owner was killed, whatever its pid namespace, and takes it away.
+    """
+    sweep_segments()
     name = f"pageferry-{node_tag}-{os.getpid()}"
-    path = SHM / name
-    path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    path, unborn = SHM / name, SHM / f".{name}"
+    handle = os.open(unborn, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
-        try:
-            os.posix_fallocate(handle, 0, num_bytes)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise ChannelError(
-                f"transfer.staging_bytes_max {num_bytes} cannot be reserved in {SHM} ({error.strerror}); "
-                "lower it or give the machine (or container: --shm-size) more shared memory"
-            ) from None
-        return name, mmap.mmap(handle, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.posix_fallocate(handle, 0, num_bytes)
+        mapped = mmap.mmap(handle, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        os.rename(unborn, path)
+        return name, mapped
+    except OSError as error:
+        unborn.unlink(missing_ok=True)
+        raise ChannelError(
+            f"transfer.staging_bytes_max {num_bytes} cannot be reserved in {SHM} ({error.strerror}); "
+            "lower it or give the machine (or container: --shm-size) more shared memory"
+        ) from None
     finally:
         os.close(handle)
+
+
+def sweep_segments() -> list[str]:
+    """Unlinks segments whose owner is gone and returns their names."""
+    swept = []
+    for file in SHM.glob("pageferry-*"):
+        if not SEGMENT_NAME.fullmatch(file.name):
+            continue
+        try:
+            handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.unlink(missing_ok=True)
+            swept.append(file.name)
+        except OSError:
+            pass  # its owner lives
+        finally:
+            os.close(handle)
+    return swept

@@ -27,6 +27,7 @@ from actors.transfer.channel import (
     decode_body,
     encode_frame,
     frame_length,
+    sweep_segments,
 )
 
 HELLO = Hello(engine="r#0", role=Role.PREFILL, pid=1)
@@ -158,11 +159,18 @@ def test_segments_are_mapped_by_name_and_bounded() -> None:
 
 
 def test_segments_of_dead_processes_are_swept() -> None:
-    dead = Path("/dev/shm/pageferry-a2-4194304")  # above the largest pid
+    dead = Path("/dev/shm/pageferry-a2-4194304")  # nobody holds its lock
     dead.write_bytes(b"x")
-    name, _ = create_segment("a2", 1 << 20)
-    assert not dead.exists()
-    Path("/dev/shm", name).unlink()
+    alive, memory = create_segment("a4", 1 << 20)
+    name, other = create_segment("a2", 1 << 20)
+    try:
+        assert not dead.exists() and Path("/dev/shm", alive).exists()
+        memory.close()
+        assert alive in sweep_segments()
+    finally:
+        other.close()
+        sweep_segments()
+    assert not Path("/dev/shm", name).exists()
 
 
 def test_more_than_the_machine_has_is_refused_at_once() -> None:
