@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -42,11 +43,14 @@ def end_marked(mark: str, grace_s: float = 3.0, variable: str = MARK) -> list[in
 
 def sweep(pids: list[int]) -> None:
     """Removes staging memory and sockets of transfer actors that were ended before they could do it themselves."""
-    folders = (
-        (Path("/dev/shm"), "pageferry-*-{pid}"),
-        (Path(tempfile.gettempdir()), "pageferry-*/transfer-*-{pid}.sock"),
-    )
-    for folder, pattern in folders:
-        for pid in pids:
-            for path in folder.glob(pattern.format(pid=pid)):
+    for pid in pids:
+        for path in Path("/dev/shm").glob(f"pageferry-*-{pid}"):
+            path.unlink(missing_ok=True)
+    for path in Path(tempfile.gettempdir()).glob("pageferry-*/transfer-*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:  # nobody listens: what is left of one that was killed
                 path.unlink(missing_ok=True)
+            except OSError:
+                continue

@@ -7,6 +7,7 @@ against the declared types.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -94,9 +95,11 @@ def decode_body(body: bytes) -> WorkerMessage:
 
 
 class WorkerLink:
-    """The worker half's end: sends and never waits for an answer; connects again when the peer has come back.
+    """The worker half's end: sends and never waits for an answer.
 
-    A message that cannot be sent is dropped: the ticket's deadline covers it. Thread-safe.
+    A thread keeps the connection up, also while nothing is sent: from its end the peer learns that this process has
+    died and can touch no bytes any more. A message that cannot be sent is dropped: the ticket's deadline covers it.
+    Thread-safe.
     """
 
     RETRY_S = 0.5
@@ -107,8 +110,10 @@ class WorkerLink:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._next_try = 0.0
+        self._closed = threading.Event()
         self.dropped = 0
         self._connect()
+        threading.Thread(target=self._keep, name="pageferry-link", daemon=True).start()
 
     def _connect(self) -> bool:
         if time.monotonic() < self._next_try:
@@ -124,6 +129,28 @@ class WorkerLink:
         self._socket = sock
         return True
 
+    def _keep(self) -> None:
+        while not self._closed.is_set():
+            with self._lock:
+                sock = self._socket if self._socket is not None or self._connect() else None
+            if sock is None:
+                self._closed.wait(max(0.01, self.RETRY_S))
+                continue
+            try:
+                over = not sock.recv(1)  # the peer never sends: this returns when the connection ends
+            except OSError:
+                over = True
+            if over:
+                with self._lock:
+                    self._drop(sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        if self._socket is sock:
+            self._socket = None
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+        sock.close()
+
     def send(self, message: WorkerMessage) -> bool:
         frame = encode_frame(message)
         with self._lock:
@@ -135,16 +162,15 @@ class WorkerLink:
                     self._socket.sendall(frame)
                     return True
                 except OSError:
-                    self._socket.close()
-                    self._socket = None
+                    self._drop(self._socket)
             self.dropped += 1
             return False
 
     def close(self) -> None:
+        self._closed.set()
         with self._lock:
             if self._socket is not None:
-                self._socket.close()
-                self._socket = None
+                self._drop(self._socket)
 
 
 class Segments:

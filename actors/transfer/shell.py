@@ -32,7 +32,7 @@ from actors.transfer.channel import (
     frame_length,
 )
 from actors.transfer.seals import SealBook
-from actors.transfer.staging import Key, Staging
+from actors.transfer.staging import Key, Region, Staging
 
 logger = logging.getLogger("pageferry.transfer")
 
@@ -69,7 +69,8 @@ class KVTransfer:
         self._orphan_since = 0.0
         folder = Path(tempfile.gettempdir()) / f"pageferry-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        self.socket_path = str(folder / f"transfer-{node_id[:12]}-{os.getpid()}.sock")
+        # The same in every life of this actor, so that worker halves find the next one.
+        self.socket_path = str(folder / f"transfer-{node_id[:12]}.sock")
 
     # -- set-up
 
@@ -90,11 +91,14 @@ class KVTransfer:
     async def lease(
         self, ticket_id: int, attempt: int, num_bytes: int, engines: list[str], wait_s: float
     ) -> Lease | None:
-        """Staging for a ticket, written by `engines`. Waits for room up to `wait_s`; None when there was none."""
+        """Staging for a ticket, written by `engines`. Waits for room up to `wait_s`; None when there was none.
+
+        Ray repeats a call whose answer got lost with the actor or the connection: the same ticket gets the same bytes.
+        """
         key = (ticket_id, attempt)
         deadline = time.monotonic() + wait_s
         async with self._room:
-            while (region := self.staging.grant(key, num_bytes, time.monotonic_ns() + self.lease_ns)) is None:
+            while (region := self._grant(key, num_bytes)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
@@ -110,6 +114,12 @@ class KVTransfer:
             offset=region.offset,
             num_bytes=num_bytes,
         )
+
+    def _grant(self, key: Key, num_bytes: int) -> Region | None:
+        held = self.staging.get(key)
+        if held is not None and not held.released and held.num_bytes == num_bytes:
+            return held
+        return self.staging.grant(key, num_bytes, time.monotonic_ns() + self.lease_ns)
 
     async def drop_writer(self, ticket_id: int, attempt: int, engines: list[str]) -> None:
         """The replica knows that these engines never began (or are dead); then the ticket's bytes are released."""
@@ -259,11 +269,10 @@ class KVTransfer:
         await self.release([key])
 
     async def _engine_gone(self, engine: str) -> None:
-        for key in self.staging.peer_gone(engine):
-            self.seals.void(key)
-            self._event(LeaseLost(ticket_id=key[0], attempt=key[1], reason=f"engine {engine} is gone"))
-        async with self._room:
-            self._room.notify_all()
+        half_written = self.staging.peer_gone(engine)
+        for ticket_id, attempt in half_written:
+            self._event(LeaseLost(ticket_id=ticket_id, attempt=attempt, reason=f"engine {engine} is gone"))
+        await self.release(half_written)
 
     # -- controller
 
@@ -278,6 +287,7 @@ class KVTransfer:
             bytes_held=self.staging.bytes_held,
             bytes_max=self.staging.bytes_max,
             leases=len(self.staging),
+            held=tuple(region.key for region in self.staging if not region.released),
             bytes_moved=self.bytes_moved,
             tokens_moved=self.tokens_moved,
             breaches=tuple(self.staging.breaches()),
@@ -315,7 +325,12 @@ class KVTransfer:
     async def _expire_loop(self) -> None:
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
-            expired = self.staging.expire(time.monotonic_ns())
+            now_ns = time.monotonic_ns()
+            # An engine that died before it came back to this life of the actor has no connection that could end.
+            # One that lives connects within a second; a whole lease time later it is gone, or has been replaced.
+            for engine in self.staging.users_of(released_before_ns=now_ns - self.lease_ns) - self._links.keys():
+                await self._engine_gone(engine)
+            expired = self.staging.expire(now_ns)
             for ticket_id, attempt in expired:
                 self.seals.forget((ticket_id, attempt))
                 self._event(LeaseLost(ticket_id=ticket_id, attempt=attempt, reason="the staging lease ran out"))
@@ -338,18 +353,27 @@ class KVTransfer:
         Path(self.socket_path).unlink(missing_ok=True)
 
 
+class KVTransferActor(KVTransfer):
+    """Starts by itself, so that a restarted actor serves its node again without being asked to."""
+
+    async def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        await self.start()
+
+
 def get_or_create(node_id: str, staging_bytes_max: int, lease_s: float, controller_name: str) -> Any:
     """The node's KVTransfer actor; made on that node if it is not there."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return (
-        ray.remote(KVTransfer)
+        ray.remote(KVTransferActor)
         .options(
             name=actor_name(node_id),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,
+            max_task_retries=-1,  # every method may be repeated
             max_concurrency=1000,
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),

@@ -143,6 +143,15 @@ class Staging:
             self._collect(region)
         return was_writing
 
+    def users_of(self, released_before_ns: int) -> set[str]:
+        """Engines that still hold on to bytes which nobody wants and whose lease ran out before that time."""
+        return {
+            engine
+            for region in self._regions.values()
+            if region.released and region.expires_ns < released_before_ns
+            for engine in (*region.writers, *region.readers)
+        }
+
     def expire(self, now_ns: int) -> list[Key]:
         """Releases leases whose time is over and returns their keys; bytes in use stay until their user is done."""
         over = [r for r in self._regions.values() if not r.released and now_ns >= r.expires_ns]
