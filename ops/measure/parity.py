@@ -71,6 +71,8 @@ def send(url: str, form: Form, model: str, timeout_s: float = 120.0) -> Answer:
             return _read(answer.status, answer.read(), dict(answer.headers))
     except urllib.error.HTTPError as error:
         return _read(error.code, error.read(), dict(error.headers))
+    except OSError as error:
+        return Answer(0, f"no answer: {error}", {})
 
 
 def _read(status: int, raw: bytes, headers: dict[str, str]) -> Answer:
