@@ -1,0 +1,372 @@
+"""A ticket's way through the controller: the straight road, losses, doubled and late messages, restarts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from controller_rig import SECOND, Rig, sealed, spec_of
+
+from actors.controller.registry import EPOCH_SHIFT
+from actors.nouns import (
+    AdmitRequest,
+    Busy,
+    Claim,
+    HandOver,
+    LeaseLost,
+    Outcome,
+    ReplicaEvent,
+    Role,
+    Ticket,
+    Verdict,
+)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig()
+    rig.decode("d1", "d2")
+    rig.prefill("p1", "p2")
+    return rig
+
+
+def test_the_straight_road(rig: Rig) -> None:
+    ticket = rig.admit()
+    assert ticket.prefill in ("p1", "p2") and ticket.decode in ("d1", "d2") and ticket.wire_layout["dtype"] == "float8_e4m3fn"
+    call = rig.hand_over(ticket)
+    assert rig.answer(call) is None
+    rig.beat(str(ticket.prefill), events=(ReplicaEvent(kind="prefill_started", ticket_id=ticket.ticket_id),))
+    assert rig.state(ticket) == "prefilling"
+    assert rig.seal(ticket) == []
+    given = rig.answer(call)
+    assert isinstance(given, HandOver) and given.seal.num_tokens == 320 and 7 < given.deadline_s <= 8
+    assert rig.state(ticket) == "moving"
+    assert rig.open(ticket) == [(ticket.ticket_id, 1)]
+    assert rig.state(ticket) == "verified"
+    rig.beat(ticket.decode, events=(ReplicaEvent(kind="decode_started", ticket_id=ticket.ticket_id),))
+    assert rig.state(ticket) == "decoding"
+    rig.end(ticket)
+    assert rig.state(ticket) == "ended" and rig.audit() == []
+    assert rig.machine.counters["done"] == 1 and rig.machine.counters["output_tokens"] == 10
+
+
+def test_the_seal_may_come_before_anybody_asks(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.seal(ticket)
+    assert rig.state(ticket) == "sealed"
+    assert isinstance(rig.answer(rig.hand_over(ticket)), HandOver)
+
+
+def test_asking_again_gives_the_same_answer(rig: Rig) -> None:
+    ticket = rig.admit()
+    assert rig.admit() == ticket
+    rig.seal(ticket)
+    first, second = rig.answer(rig.hand_over(ticket)), rig.answer(rig.hand_over(ticket))
+    assert first.seal == second.seal and first.lease == second.lease
+    rig.end(ticket)
+    rig.end(ticket)
+    assert rig.machine.counters["done"] == 1
+    assert "ended already" in rig.busy("r").reason
+
+
+def test_a_seal_that_does_not_come_is_missing_at_the_deadline(rig: Rig) -> None:
+    ticket = rig.admit()
+    call = rig.hand_over(ticket, timeout_s=3)
+    rig.wait(2.5, beats=("d1", "d2", "p1", "p2"))
+    assert rig.answer(call) is None
+    rig.wait(1, beats=("d1", "d2", "p1", "p2"))
+    assert rig.answer(call) is Verdict.MISSING
+
+
+def test_a_lost_prefill_is_prefilled_elsewhere(rig: Rig) -> None:
+    ticket = rig.admit()
+    again = rig.answer(rig.lost(ticket, Role.PREFILL))
+    assert again.ticket_id == ticket.ticket_id and again.attempt == 2
+    assert again.prefill not in (None, ticket.prefill)
+    assert rig.report(held=((ticket.ticket_id, 1), (ticket.ticket_id, 2))) == [(ticket.ticket_id, 1)]
+    assert rig.answer(rig.hand_over(ticket)) is Verdict.STALE
+    rig.seal(ticket)  # late, of the attempt that was given up
+    assert rig.state(ticket) == "admitted"
+    rig.seal(again)
+    assert isinstance(rig.answer(rig.hand_over(again)), HandOver)
+
+
+def test_a_lost_decode_is_resumed_elsewhere_with_its_tokens(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.seal(ticket)
+    rig.hand_over(ticket)
+    rig.open(ticket)
+    again = rig.answer(rig.lost(ticket, Role.DECODE, tokens=40))
+    assert again.decode != ticket.decode and again.attempt == 2
+    assert rig.machine.registry.tickets[ticket.ticket_id].num_output_tokens == 40
+    assert rig.beat(ticket.decode).cancel == ((ticket.ticket_id, 1),)
+    rig.open(ticket)  # late, of the old attempt
+    assert rig.state(again) == "admitted"
+    assert rig.audit() == []
+
+
+def test_a_replica_reported_lost_counts_as_full_until_it_is_heard(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.lost(ticket, Role.DECODE)
+    other = "d2" if ticket.decode == "d1" else "d1"
+    assert {rig.admit(f"x{n}").decode for n in range(3)} == {other}
+    rig.beat(ticket.decode)
+    assert ticket.decode in {rig.admit(f"y{n}").decode for n in range(3)}
+
+
+def test_a_loss_told_twice_moves_the_ticket_once(rig: Rig) -> None:
+    ticket = rig.admit()
+    first = rig.answer(rig.lost(ticket, Role.DECODE))
+    second = rig.answer(rig.lost(ticket, Role.DECODE))
+    assert first == second and first.attempt == 2
+
+
+def test_a_request_that_kills_its_replicas_fails_in_the_end(rig: Rig) -> None:
+    ticket = rig.admit()
+    for _ in range(20):
+        call = rig.lost(ticket, Role.DECODE)
+        rig.wait(5, beats=("d1", "d2", "p1", "p2"))
+        answer = rig.answer(call)
+        if isinstance(answer, Busy):
+            break
+        assert answer.attempt == ticket.attempt + 1
+        if answer.attempt > 3:
+            assert answer.prefill is None, "after several losses decode computes the prompt itself"
+        ticket = answer
+    assert isinstance(answer, Busy) and "8 attempts" in answer.reason
+    assert rig.state(ticket) == "ended" and rig.audit() == []
+
+
+def test_a_resumed_stream_stays_with_the_weights_it_began_with() -> None:
+    rig = Rig()
+    rig.decode("old1", generation="v1")
+    ticket = rig.admit()
+    rig.decode("new1", generation="v2")
+    call = rig.lost(ticket, Role.DECODE, tokens=5)
+    assert rig.answer(call) is None, "no replica of its generation is free"
+    rig.decode("old2", generation="v1")
+    assert rig.answer(call).decode == "old2"
+
+
+def test_prefill_and_decode_of_different_weights_are_no_pair() -> None:
+    rig = Rig()
+    rig.decode("d", generation="v2")
+    rig.prefill("p", generation="v1")
+    assert rig.admit().prefill is None
+
+
+def test_bad_pages_are_recomputed_by_decode(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.seal(ticket)
+    rig.hand_over(ticket)
+    assert rig.open(ticket, Verdict.MISMATCH) == [(ticket.ticket_id, 1)]
+    assert rig.state(ticket) == "recomputing"
+    assert rig.machine.counters["pages_mismatch"] == 4
+    rig.open(ticket)  # the message came twice, and changed on its way
+    assert rig.state(ticket) == "recomputing" and rig.machine.counters.get("pages_ok", 0) == 0
+
+
+def test_a_lease_that_ends_early_sends_the_ticket_back(rig: Rig) -> None:
+    ticket = rig.admit()
+    call = rig.hand_over(ticket)
+    rig.report(LeaseLost(ticket_id=ticket.ticket_id, attempt=1, reason="engine died"))
+    assert rig.answer(call) is Verdict.MISSING
+    assert [order.kind for _, order in rig.orders] == ["lost"] and rig.orders[0][1].role is Role.PREFILL
+
+
+def test_a_transfer_actor_that_restarts_has_lost_its_leases(rig: Rig) -> None:
+    moving, waiting = rig.admit("moving"), rig.admit("waiting")
+    rig.seal(moving)
+    rig.hand_over(moving)
+    rig.seal(waiting)
+    rig.report(incarnation=2)
+    assert [order.ticket_id for _, order in rig.orders] == [waiting.ticket_id]
+    assert rig.state(moving) == "moving", "decode finds out by itself and recomputes"
+    assert rig.answer(rig.hand_over(waiting)) is Verdict.MISSING
+
+
+def test_a_silent_transfer_actor_counts_as_gone(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.seal(ticket)
+    rig.wait(6, beats=("d1", "d2", "p1", "p2"))
+    assert [(order.kind, order.role) for _, order in rig.orders][:1] == [("lost", Role.PREFILL)]
+    assert rig.answer(rig.hand_over(ticket)) is Verdict.MISSING
+
+
+def test_cancelling_reaches_both_sides_and_the_staging(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.seal(ticket)
+    rig.end(ticket, Outcome.CANCELLED, 0)
+    key = (ticket.ticket_id, 1)
+    assert rig.beat(ticket.decode).cancel == (key,)
+    assert rig.report() == [key]
+    assert rig.machine.counters["cancelled"] == 1
+    early = rig.admit("early")
+    rig.end(early, Outcome.CANCELLED, 0)
+    assert (early.ticket_id, 1) in rig.beat(str(early.prefill)).cancel
+
+
+def test_a_cancel_is_repeated_and_then_forgotten(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.end(ticket, Outcome.CANCELLED)
+    seen = [rig.beat(ticket.decode).cancel for _ in range(5)]
+    assert seen == [((ticket.ticket_id, 1),)] * 3 + [()] * 2
+
+
+def test_a_ghost_that_starts_after_the_end_is_stopped(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.end(ticket)
+    reply = rig.beat(ticket.decode, events=(ReplicaEvent(kind="decode_started", ticket_id=ticket.ticket_id),))
+    assert [key for key, _ in reply.cancel] == [ticket.ticket_id]
+    both = tuple(ReplicaEvent(kind=kind, ticket_id=ticket.ticket_id) for kind in ("decode_started", "released"))
+    rig.wait(2, beats=("d1", "d2"))
+    assert rig.beat(ticket.decode, events=both).cancel == (), "it has ended there by itself"
+
+
+def test_leases_of_ended_and_unknown_tickets_are_released(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.end(ticket)
+    foreign = (7 << EPOCH_SHIFT | 999, 1)
+    assert rig.report(held=((ticket.ticket_id, 1), foreign)) == [(ticket.ticket_id, 1), foreign]
+    assert rig.seal(ticket) == [(ticket.ticket_id, 1)]
+
+
+# -- a controller that has come back
+
+
+def reborn(rig: Rig) -> Rig:
+    later = Rig(rig.spec, epoch=rig.machine.epoch + 1)
+    later.now = later.machine.started_ns
+    return later
+
+
+def claim(ticket: Ticket, decoding: bool = False, tokens: int = 0) -> Claim:
+    request = AdmitRequest(
+        request_id=ticket.request_id,
+        frontend_id=ticket.frontend_id,
+        num_prompt_tokens=ticket.num_prompt_tokens,
+        max_tokens=64,
+    )
+    return Claim(ticket=ticket, request=request, num_output_tokens=tokens, decoding=decoding)
+
+
+def test_a_new_life_learns_what_lives_and_goes_on(rig: Rig) -> None:
+    early, late = rig.admit("early"), rig.admit("late")
+    rig.seal(early)
+    new = reborn(rig)
+    assert new.beat("d1").known is False
+    assert new.frontend_beat("f", live=(early.ticket_id, late.ticket_id)).known is False
+    new.seal(early)  # the transfer actor tells it again
+    new.adopt(claim(early), claim(late, decoding=True, tokens=9))
+    new.decode("d1", "d2")
+    new.prefill("p1", "p2")
+    assert new.frontend_beat("f", live=(early.ticket_id, late.ticket_id)).known is True
+    assert (new.state(early), new.state(late)) == ("sealed", "decoding")
+    assert isinstance(new.answer(new.hand_over(early)), HandOver)
+    reserved = {name: replica.reserved for name, replica in new.machine.registry.replicas.items()}
+    assert reserved[early.decode] > 0 and reserved[late.decode] > 0
+    new.end(early)
+    new.end(late)
+    assert new.audit() == []
+
+
+def test_tickets_of_two_lives_never_share_an_id(rig: Rig) -> None:
+    first = rig.admit()
+    new = reborn(rig)
+    new.decode("d1")
+    second = new.admit("other")
+    assert first.ticket_id != second.ticket_id and first.ticket_id >> EPOCH_SHIFT == 7
+    assert second.ticket_id < 1 << 63
+
+
+def test_a_hand_over_asked_of_a_new_life_waits_for_the_seal_or_the_claim(rig: Rig) -> None:
+    sealed_ticket, claimed = rig.admit("a"), rig.admit("b")
+    new = reborn(rig)
+    first, second = new.hand_over(sealed_ticket), new.hand_over(claimed)
+    new.seal(sealed_ticket)
+    assert isinstance(new.answer(first), HandOver)
+    new.adopt(claim(claimed))
+    new.seal(claimed)
+    assert isinstance(new.answer(second), HandOver)
+
+
+def test_old_work_that_nobody_claims_is_stale(rig: Rig) -> None:
+    ticket = rig.admit()
+    new = reborn(rig)
+    waiting = new.hand_over(ticket, timeout_s=60)
+    assert new.report(held=((ticket.ticket_id, 1),)) == [], "somebody may still claim it"
+    new.wait(6, frontends=())
+    assert new.answer(waiting) is Verdict.STALE
+    assert new.report(held=((ticket.ticket_id, 1),)) == [(ticket.ticket_id, 1)]
+    assert new.answer(new.hand_over(ticket)) is Verdict.STALE
+
+
+def test_a_seal_that_nobody_claims_is_given_back(rig: Rig) -> None:
+    ticket = rig.admit()
+    new = reborn(rig)
+    new.report(sealed(ticket))
+    new.wait(6, frontends=())
+    assert (ticket.ticket_id, 1) in new.report()
+
+
+def test_a_claimed_ticket_whose_replica_does_not_come_back_goes_elsewhere(rig: Rig) -> None:
+    ticket = rig.admit()
+    new = reborn(rig)
+    new.adopt(claim(ticket, decoding=True))
+    other = "d2" if ticket.decode == "d1" else "d1"
+    new.decode(other)
+    new.wait(6, beats=(other,))
+    assert [(order.kind, order.ticket_id) for _, order in new.orders][:1] == [("lost", ticket.ticket_id)]
+    again = new.answer(new.lost(ticket, Role.DECODE))
+    assert again.decode == other and again.attempt == 2
+
+
+def test_a_loss_told_to_a_new_life_brings_the_request_along(rig: Rig) -> None:
+    ticket = rig.admit()
+    new = reborn(rig)
+    new.decode("d9")
+    refused = new.answer(new.lost(ticket, Role.DECODE))
+    assert isinstance(refused, Busy) and "not known" in refused.reason
+    again = new.answer(new.lost(ticket, Role.DECODE, tokens=4, request=claim(ticket).request))
+    assert again.decode == "d9" and again.ticket_id == ticket.ticket_id and again.attempt == 2
+    assert new.audit() == []
+
+
+def test_a_claim_after_the_end_is_refused(rig: Rig) -> None:
+    ticket = rig.admit()
+    new = reborn(rig)
+    new.end(ticket)
+    new.adopt(claim(ticket))
+    assert new.orders[0][1].kind == "cancelled" and new.state(ticket) == "ended"
+
+
+def test_a_grant_that_got_lost_is_taken_back_and_can_be_revived(rig: Rig) -> None:
+    ticket = rig.admit()
+    rig.frontend_beat("f", live=())  # its stamp is older than the ticket: proves nothing
+    assert rig.state(ticket) == "admitted"
+    for _ in range(6):
+        rig.now += SECOND
+        rig.frontend_beat("f", live=())
+    assert rig.state(ticket) == "ended" and rig.machine.counters["unclaimed_tickets"] == 1
+    rig.frontend_beat("f", live=(ticket.ticket_id,))  # it had been under way for very long
+    assert rig.orders[-1][1].kind == "lost"
+    again = rig.answer(rig.lost(ticket, Role.DECODE, request=claim(ticket).request))
+    assert isinstance(again, Ticket) and again.attempt == 2
+    assert rig.audit() == []
+
+
+def test_a_heartbeat_that_was_late_itself_takes_nothing_back(rig: Rig) -> None:
+    rig.frontend_beat("f")
+    old = rig.stamps["f"]
+    ticket = rig.admit()
+    rig.now += 30 * SECOND
+    rig.frontend_beat("f", live=(), stamp=old)
+    assert rig.state(ticket) == "admitted"
+
+
+def test_epochs_go_on_when_the_counter_is_full() -> None:
+    rig = Rig(spec_of())
+    rig.decode("d")
+    rig.machine._issued = (1 << EPOCH_SHIFT) - 1
+    ticket = rig.admit()
+    assert ticket.ticket_id >> EPOCH_SHIFT == 8 and rig.machine.epoch == 8
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=Ticket) == ticket
