@@ -39,7 +39,7 @@ class Gpu:
 
     def tflops(self, storage: str) -> float:
         """Peak that a matmul over weights stored as `storage` can use; weight-only formats compute in BF16."""
-        return self.fp8_tflops if storage == "fp8" and self.fp8_tflops else self.bf16_tflops
+        return self.fp8_tflops if storage.startswith("fp8") and self.fp8_tflops else self.bf16_tflops
 
 
 CPU = "CPU"

@@ -134,10 +134,11 @@ def _moves(plan: PoolPlan) -> Iterator[_Move]:
     if s.kv_space_gib is None and s.utilization < MOST_UTILIZATION:
         change = f"{s.utilization:g} -> {MOST_UTILIZATION:g}"
         yield _Move("utilization", change, 0.8, lambda now: replace(now, utilization=MOST_UTILIZATION))
-    ladder = {"bf16": ("fp8", "int4"), "fp8": ("int4",)}.get(s.weights.name, ())
-    for step, name in enumerate(ladder):
+    ladder = {"fp8": 1.2, "fp8_channel": 1.3, "int4": 1.8}
+    smaller = ladder if s.weights.name == "bf16" else {"int4": 1.2} if s.weights.name.startswith("fp8") else {}
+    for name, cost in smaller.items():
         weights = replace(weight_format(name, arch), ignore=s.weights.ignore)
-        yield _Move("weights", f"{s.weights.name} -> {name}", 1.2 + 0.6 * step, _with(weights=weights))
+        yield _Move("weights", f"{s.weights.name} -> {name}", cost, _with(weights=weights))
     yield from _parallel_moves(s, arch.mla is not None, arch.moe is not None)
     for name in known_gpus():
         bigger = gpu(name) if name.lower() != "cpu" else s.gpu

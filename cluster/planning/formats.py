@@ -1,7 +1,8 @@
 """Weight and KV formats as bytes.
 
-Weights: `bf16`; `fp8`, e4m3 with one float32 scale a 128 x 128 block (DeepSeek and GLM form); `int4`, two values a
-byte with one BF16 scale a group of inputs (compressed-tensors `pack-quantized`). Only linear layers are quantised.
+Weights: `bf16`; `fp8`, e4m3 with one float32 scale a 128 x 128 block (DeepSeek and GLM 5 form); `fp8_channel`, e4m3
+with one BF16 scale an output (compressed-tensors FP8 dynamic, GLM 4.5 form); `int4`, two values a byte with one BF16
+scale a group of inputs (compressed-tensors `pack-quantized`). Only linear layers are quantised.
 KV: `bf16`; `fp8`, one byte a value; `fp8_ds_mla`, 656 bytes a row: 512 e4m3 + 4 float32 scales + 64 BF16 rope values
 (DeepSeek sparse attention). Index keys of sparse attention are e4m3 with one float32 scale a row in all of them.
 """
@@ -17,9 +18,9 @@ from cluster.planning.architecture import Architecture
 from cluster.planning.facts import PlanError, nearest
 from cluster.planning.tensors import Kind, Tensor
 
-WEIGHTS = ("bf16", "fp8", "int4")
+WEIGHTS = ("bf16", "fp8", "fp8_channel", "int4")
 KV = ("bf16", "fp8", "fp8_uniform", "fp8_ds_mla")
-_WEIGHT_NAMES = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "w4a16": "int4"}
+_WEIGHT_NAMES = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "w4a16": "int4", "fp8_dynamic": "fp8_channel"}
 _KV_NAMES = {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}
 INT4_MODULES = {
     "experts": frozenset({Kind.EXPERT}),
@@ -44,7 +45,7 @@ class WeightFormat:
     ignore: tuple[str, ...] = ()
 
     def storage(self, tensor: Tensor) -> str:
-        """`bf16`, `fp8`, `int4` or `f32` for this tensor."""
+        """`bf16`, `fp8`, `fp8_channel`, `int4` or `f32` for this tensor."""
         if tensor.float32:
             return "f32"
         if not tensor.linear or self.name == "bf16" or self._ignored(tensor):
@@ -71,7 +72,8 @@ class WeightFormat:
     def describe(self) -> str:
         if self.name == "int4":
             return f"int4 group {self.group} on {self.int4_modules}, other linear layers {self.rest}"
-        return {"bf16": "bf16", "fp8": f"fp8 in {FP8_BLOCK} x {FP8_BLOCK} blocks"}[self.name]
+        blocks = f"fp8 in {FP8_BLOCK} x {FP8_BLOCK} blocks"
+        return {"bf16": "bf16", "fp8": blocks, "fp8_channel": "fp8 with a scale an output"}[self.name]
 
 
 def _matrix_bytes(shape: tuple[int, ...], storage: str, group: int) -> int:
@@ -85,6 +87,8 @@ def _matrix_bytes(shape: tuple[int, ...], storage: str, group: int) -> int:
     out, into = shape
     if storage == "fp8":
         return elements + 4 * -(-out // FP8_BLOCK) * -(-into // FP8_BLOCK)
+    if storage == "fp8_channel":
+        return elements + 2 * out
     # int32 words of 8 values along the inputs, a BF16 scale a group, and compressed-tensors' weight_shape (2 x int64).
     return out * (4 * -(-into // 8) + 2 * -(-into // group)) + 16
 
@@ -135,7 +139,7 @@ def _declared(config: Mapping[str, Any]) -> WeightFormat | None:
         if len(weights) == 1 and weights[0].get("num_bits") == 4 and weights[0].get("group_size"):
             return WeightFormat("int4", int(weights[0]["group_size"]), "linear", "bf16", ignore)
         if len(weights) == 1 and weights[0].get("num_bits") == 8 and weights[0].get("type") == "float":
-            return WeightFormat("fp8", ignore=ignore)
+            return WeightFormat("fp8" if weights[0].get("strategy") == "block" else "fp8_channel", ignore=ignore)
     raise PlanError(
         f"quantization_config {method!r} of this checkpoint is not one the planner reads (fp8 blocks, "
         "compressed-tensors INT4 groups or FP8); name the format with --weights bf16, fp8 or int4"

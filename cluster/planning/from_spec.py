@@ -67,6 +67,7 @@ def _plan(spec: ClusterSpec, name: str, device: Gpu | None, stand_in: str | None
         utilization=float(extra.get("gpu_memory_utilization", UTILIZATION)),
         runtime_gib=0.0 if on_cpu else RUNTIME_GIB,
         kv_space_gib=pool.kv_cache_gib,
+        blocks_override=_integer(name, extra, "num_gpu_blocks_override", 0) or None,
         batched_tokens=pool.max_num_batched_tokens or 8192,
         sequences=pool.max_num_seqs,
     )
@@ -75,6 +76,6 @@ def _plan(spec: ClusterSpec, name: str, device: Gpu | None, stand_in: str | None
 
 def _integer(pool: str, extra: dict[str, Any], key: str, default: int) -> int:
     value = extra.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or (value != default and value < 1):
         raise PlanError(f"pools.{pool}.engine_args.{key} {value!r} must be a whole number of at least 1")
     return value

@@ -26,7 +26,8 @@ class PoolSettings:
     context: tokens of one request at its longest (prompt and output). concurrency: requests that must be resident at
     once in the whole pool. utilization: share of HBM the engine may use. activation_gib: peak of a forward pass, GiB a
     GPU; None estimates it (`activation_bytes`). runtime_gib: see RUNTIME_GIB. kv_space_gib: KV bytes given outright, as
-    on a CPU; nothing is then subtracted. batched_tokens, sequences: the engine's step limits. mtp: load the
+    on a CPU; nothing is then subtracted. blocks_override: pages of each cache, whatever the room
+    (num_gpu_blocks_override). batched_tokens, sequences: the engine's step limits. mtp: load the
     multi-token-prediction layers, with a KV cache of their own. extra_weights_gib: what the config does not describe
     (a vision tower), whole on every GPU.
     """
@@ -43,6 +44,7 @@ class PoolSettings:
     activation_gib: float | None = None
     runtime_gib: float = RUNTIME_GIB
     kv_space_gib: float | None = None
+    blocks_override: int | None = None
     batched_tokens: int = 8192
     sequences: int = 256
     mtp: bool = False
@@ -70,9 +72,12 @@ class Stage:
     held: Held
     page_bytes: int
     kv_bytes: int
+    blocks_override: int | None = None
 
     @property
     def blocks(self) -> int:
+        if self.blocks_override is not None:
+            return self.blocks_override
         return max(0, self.kv_bytes) // self.page_bytes
 
 
@@ -118,7 +123,7 @@ class PoolPlan:
                 room = round(s.kv_space_gib * GIB)
             else:
                 room = self.usable_bytes - entry.total - self._extra - self.activation_bytes - self.runtime_bytes
-            found.append(Stage(len(part), entry, row * s.block_tokens, room))
+            found.append(Stage(len(part), entry, row * s.block_tokens, room, s.blocks_override))
         return tuple(found)
 
     def _layer_rows(self, layers: range, with_mtp: bool) -> int:
@@ -223,6 +228,12 @@ class PoolPlan:
             found.append(
                 f"weights {self.resident_bytes / GIB:.1f} GiB and workspace {work / GIB:.1f} GiB a GPU exceed the "
                 f"{self.usable_bytes / GIB:.1f} GiB that utilization {s.utilization:g} of {s.gpu.hbm_gib:g} GiB leaves"
+            )
+        elif s.blocks_override and s.blocks_override * self.tightest.page_bytes > self.kv_bytes_gpu:
+            taken = s.blocks_override * self.tightest.page_bytes / GIB
+            found.append(
+                f"blocks_override {s.blocks_override} takes {taken:.2f} GiB, above the "
+                f"{self.kv_bytes_gpu / GIB:.2f} GiB of KV space"
             )
         elif self.requests_of(s.context) < s.concurrency:
             found.append(

@@ -7,6 +7,8 @@ all `tp * dp` ranks: each expert's width by default, whole experts with `ep`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -58,17 +60,39 @@ def check_parallel(arch: Architecture, parallel: Parallel, weights: WeightFormat
         raise PlanError(f"pp {parallel.pp} is more stages than the {arch.layers} layers of {arch.name}")
     if parallel.ep and arch.moe is None:
         raise PlanError(f"ep needs experts; {arch.name} is dense")
-    if arch.moe is None:
-        return
-    if parallel.ep:
-        return
-    width = arch.moe.intermediate
-    step = {"fp8": FP8_BLOCK, "int4": weights.group}.get(weights.name, 1)
-    if width % ranks or width // ranks % step:
+    if arch.moe and not parallel.ep and arch.moe.intermediate % ranks:
         raise PlanError(
-            f"experts are {width} wide: cut over {ranks} ranks that leaves {width / ranks:g}, not a multiple of "
-            f"{step} ({weights.name}); use --ep (whole experts) or fewer ranks"
+            f"experts are {arch.moe.intermediate} wide, which {ranks} ranks do not divide; use --ep (whole experts) or "
+            "fewer ranks"
         )
+    for tensor in _kinds(arch):
+        _check_blocks(tensor, arch, parallel, weights)
+
+
+def _kinds(arch: Architecture) -> Iterator[Tensor]:
+    """One layer of each sort: the others have the same shapes."""
+    first: dict[tuple[Kind, tuple[int, ...], Cut], Tensor] = {}
+    for tensor in tensors(arch, mtp=False):
+        first.setdefault((tensor.kind, tensor.shape, tensor.cut), tensor)
+    return iter(first.values())
+
+
+def _check_blocks(tensor: Tensor, arch: Architecture, parallel: Parallel, weights: WeightFormat) -> None:
+    """INT4 groups and, where a side is cut, FP8 blocks must come out whole, or the engine does not load them."""
+    storage = weights.storage(tensor)
+    if storage not in ("fp8", "int4"):
+        return
+    (out, into), _ = held_shape(tensor, arch, parallel)
+    expert = tensor.kind is Kind.EXPERT
+    way_out = "use --ep (whole experts) or fewer ranks" if expert and not parallel.ep else "use fewer ranks"
+    name = tensor.name.split(".", 3)[-1].replace("{e}", "*")
+    if storage == "int4" and into % weights.group:
+        if tensor.shape[1] % weights.group:
+            way_out = f"use a group that divides {tensor.shape[1]}, such as {math.gcd(tensor.shape[1], 128)}"
+        raise PlanError(f"{name} has {into} inputs on a GPU, not a multiple of group {weights.group}; {way_out}")
+    sides = ((out, tensor.shape[0]), (into, tensor.shape[1]))
+    if storage == "fp8" and any(side != whole and side % FP8_BLOCK for side, whole in sides):
+        raise PlanError(f"{name} is {out} x {into} on a GPU, not whole {FP8_BLOCK} x {FP8_BLOCK} blocks; {way_out}")
 
 
 def _divisors(number: int) -> list[int]:

@@ -78,9 +78,12 @@ def test_computed_limits_are_tight() -> None:
         assert plan_pool(plan.arch, more).problems
 
 
-def test_narrow_experts_are_offered_whole() -> None:
-    plan = pool("glm-4.5", "bf16", "bf16", "H100")
-    assert any(entry.changes.get("ep") == "off -> on" for entry in nearest_that_fits(plan))
+def test_experts_too_narrow_for_blocks_get_another_format_or_are_kept_whole() -> None:
+    # 1536 over 8 ranks is not whole FP8 blocks, 1408 over 8 not whole INT4 groups.
+    weights = [entry.changes.get("weights") for entry in nearest_that_fits(pool("glm-4.5", "bf16", "bf16", "H100"))]
+    assert "bf16 -> fp8_channel" in weights and "bf16 -> fp8" not in weights
+    air = nearest_that_fits(pool("glm-4.5-air", "fp8_channel", "bf16", "H100", 4, context=131_072, concurrency=128))
+    assert all(plan_pool(entry.plan.arch, entry.plan.settings).fits for entry in air)
 
 
 def test_a_plan_that_fits_passes() -> None:

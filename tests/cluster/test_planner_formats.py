@@ -23,6 +23,7 @@ def matrix(out: int, into: int, kind: Kind = Kind.EXPERT) -> Tensor:
     ("fmt", "expected"),
     [
         (WeightFormat("bf16"), 2048 * 7168 * 2),
+        (WeightFormat("fp8_channel"), 2048 * 7168 + 2048 * 2),
         (WeightFormat("fp8"), 2048 * 7168 + 16 * 56 * 4),
         # Half a byte a weight, 2 bytes a group of 32, and the 16 bytes of weight_shape: 0.5625 B a weight.
         (WeightFormat("int4", group=32), 2048 * 7168 // 2 + 2048 * 224 * 2 + 16),
@@ -101,6 +102,13 @@ def test_auto_reads_fp8_blocks_with_exceptions() -> None:
     by_name = {t.name: fmt.storage(t) for t in tensors(kimi)}
     assert by_name["model.layers.1.self_attn.o_proj.weight"] == "bf16"
     assert by_name["model.layers.10.self_attn.o_proj.weight"] == "fp8"
+
+
+@pytest.mark.parametrize(("strategy", "name"), [("channel", "fp8_channel"), ("block", "fp8")])
+def test_auto_tells_fp8_blocks_from_channels(strategy: str, name: str) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy}
+    quant = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}, "ignore": ["lm_head"]}
+    assert weight_format("auto", arch("glm-4.5"), {"quantization_config": quant}).name == name
 
 
 def test_auto_without_a_declaration_is_the_published_format_or_bf16() -> None:
