@@ -1,8 +1,9 @@
 """Which replicas a request gets, and who waits. Pure.
 
-Decode is chosen by the KV occupancy predicted for the request's expected end, prefill by the prompt tokens in flight;
-sessions and known prefixes are preferred where that costs little. Whatever is stale, draining or fenced is not in the
-indexes at all, so it counts as full.
+Decode is chosen by the KV occupancy predicted for the request's expected end and for the worst moment until then (what
+ends just before it still shares the batch); prefill by the prompt tokens in flight. Sessions and known prefixes are
+preferred where that costs little. Whatever is stale, draining or fenced is not in the indexes at all, so it counts as
+full.
 """
 
 from __future__ import annotations
@@ -119,12 +120,13 @@ class Chooser:
             peak, at_end = outlook(replica, self._tickets, now_ns, ends_ns, need, growth)
             if min(peak, replica.committed + need) > room:
                 continue
-            share = at_end / facts.blocks_total
+            share = (at_end + peak) / 2 / facts.blocks_total
             hit = hit_pages * facts.block_tokens / max(1, prompt)
             score = share - PREFIX_WORTH * min(1.0, hit) - (SESSION_SLACK if is_home else 0.0)
             rank = (round(score * 64), replica.committed / facts.blocks_total)
             if best is None or rank < best[0]:
-                why = f"{facts.replica_id} will be at {share:.0%} of its KV blocks when this ends"
+                at_most, then = peak / facts.blocks_total, at_end / facts.blocks_total
+                why = f"{facts.replica_id}: {then:.0%} of its KV blocks when this ends, {at_most:.0%} at most before"
                 why += ", and is the session's own" if is_home else ""
                 why += f", and has {hit:.0%} of the prompt cached" if hit_pages else ""
                 best = rank, replica, need, growth, hit_pages, why

@@ -6,7 +6,7 @@ or in a later step. Times are nanoseconds on the controller's own clock.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,6 +56,13 @@ class Left(msgspec.Struct, frozen=True):
 
     replica_id: ReplicaId
     incarnation: int | None = None  # None: whichever
+    why: str = "has left"
+
+
+class FrontendGone(msgspec.Struct, frozen=True):
+    """The platform says that this frontend's process is gone: nobody waits for its requests any more."""
+
+    frontend_id: str
 
 
 class FrontendBeat(msgspec.Struct, frozen=True):
@@ -137,6 +144,7 @@ Event = (
     | Leaving
     | Left
     | FrontendBeat
+    | FrontendGone
     | Adopt
     | Transfer
     | Admit
@@ -169,8 +177,15 @@ class Scale(msgspec.Struct, frozen=True):
     decision: ScaleDecision
 
 
+class Replace(msgspec.Struct, frozen=True):
+    """End this process, it hangs and may hold a GPU; the platform makes another one."""
+
+    kind: Literal["replica", "transfer"]
+    name: str  # replica id, node id
+
+
 class Log(msgspec.Struct, frozen=True):
     text: str
 
 
-Effect = Reply | ToFrontend | Scale | Log
+Effect = Reply | ToFrontend | Scale | Replace | Log

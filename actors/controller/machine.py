@@ -25,12 +25,14 @@ from actors.controller.events import (
     Ended,
     Event,
     FrontendBeat,
+    FrontendGone,
     IncompatibleReplica,
     Join,
     Leaving,
     Left,
     Log,
     Lost,
+    Replace,
     Reply,
     Scale,
     Scaled,
@@ -113,6 +115,7 @@ class Machine:
             Leaving: self._leaving,
             Left: self._left,
             FrontendBeat: self._frontend_beat,
+            FrontendGone: self._frontend_gone,
             Adopt: self._adopt,
             Transfer: self._transfer,
             Admit: self._admit,
@@ -250,7 +253,9 @@ class Machine:
             request = live.request
             most = blocks_for(request, request.max_tokens, replica.announcement.block_tokens)
             grown = live.reserved + int(live.growth * longer / SECOND) + 1
-            self.registry.forecast(live, max(live.reserved, min(grown, most, limit)), now_ns + longer)
+            reserved = max(live.reserved, min(grown, most, limit))
+            live.growth = (reserved - live.reserved) * SECOND / longer  # from what it has now to what it may have then
+            self.registry.forecast(live, reserved, now_ns + longer)
 
     def _leaving(self, event: Leaving, now_ns: int) -> None:
         replica = self.registry.replicas.get(event.replica_id)
@@ -265,7 +270,7 @@ class Machine:
             self._left_lives[(replica.id, replica.announcement.incarnation)] = None
             while len(self._left_lives) > LEFT_REMEMBERED:
                 del self._left_lives[next(iter(self._left_lives))]
-            self._drop_replica(replica, f"{replica.id} has left", now_ns)
+            self._drop_replica(replica, f"{replica.id} {event.why}", now_ns)
 
     def _drop_replica(self, replica: Replica, reason: str, now_ns: int, keep: bool = False) -> None:
         """Its tickets are lost there; `keep` leaves a fenced record behind, for its heartbeats and for `status`."""
@@ -790,11 +795,12 @@ class Machine:
             if not node.stale and now_ns - node.heard_ns >= self._fence_ns:
                 node.stale = True
                 self._node_lost(node, f"the transfer actor of {node.status.node_id} is silent", now_ns)
+                self._out.append(Replace("transfer", node.status.node_id))
         for frontend_id in self.registry.by_frontend:
             self.frontends.setdefault(frontend_id, now_ns)  # nobody's tickets may go unwatched
         for frontend_id, heard_ns in list(self.frontends.items()):
             if now_ns - heard_ns >= self._fence_ns:  # its streams on decode have ended long before, if it is dead
-                self._frontend_silent(frontend_id, now_ns)
+                self._frontend_silent(frontend_id, "is silent", now_ns)
         for waiting in self.room.expired(now_ns):
             self._give_up_waiting(waiting, now_ns)
         while self._deadlines and self._deadlines[0][0] <= now_ns:
@@ -835,6 +841,7 @@ class Machine:
             replica.fenced = True
             self._add("fenced")
             self._drop_replica(replica, f"{replica.id} has been silent for {silent / SECOND:.1f} s", now_ns, keep=True)
+            self._out.append(Replace("replica", replica.id))
             return
         if silent >= self._stale_ns and not replica.stale:
             replica.stale = True
@@ -846,17 +853,20 @@ class Machine:
                 if live.lost is None:
                     self._order("move", live, replica.role, replica.id, f"{replica.id} is leaving", now_ns)
 
-    def _frontend_silent(self, frontend_id: str, now_ns: int) -> None:
-        del self.frontends[frontend_id]
+    def _frontend_gone(self, event: FrontendGone, now_ns: int) -> None:
+        self._frontend_silent(event.frontend_id, "is gone", now_ns)
+
+    def _frontend_silent(self, frontend_id: str, why: str, now_ns: int) -> None:
+        self.frontends.pop(frontend_id, None)
         tickets = sorted(self.registry.by_frontend.get(frontend_id, ()))
         for waiting in [w for w in self.room if w.request.frontend_id == frontend_id]:
             self.room.drop(waiting.call_id)  # all of them first: a place given back now goes to somebody else
-            self._answer(waiting, Busy(reason=f"frontend {frontend_id} was silent for too long", retry_after_s=1))
+            self._answer(waiting, Busy(reason=f"frontend {frontend_id} {why}", retry_after_s=1))
         for ticket_id in tickets:
             live = self.registry.tickets[ticket_id]
             self._suspect(live.ticket)
             self._close(live, Outcome.CANCELLED, now_ns)
-        self._out.append(Log(f"frontend {frontend_id} is silent: {len(tickets)} tickets cancelled"))
+        self._out.append(Log(f"frontend {frontend_id} {why}: {len(tickets)} tickets cancelled"))
 
     def _suspect(self, ticket: Ticket) -> None:
         """It is cancelled because nobody seems to want it; should somebody do so after all, it is revived."""

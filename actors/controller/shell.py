@@ -28,11 +28,13 @@ from actors.controller.events import (
     Ended,
     Event,
     FrontendBeat,
+    FrontendGone,
     Join,
     Leaving,
     Left,
     Log,
     Lost,
+    Replace,
     Reply,
     Scale,
     Scaled,
@@ -71,6 +73,8 @@ NAMESPACE = "pageferry"
 DEPLOYMENTS = {Role.PREFILL: "Prefill", Role.DECODE: "Decode"}
 TICK_S = 0.1
 EXPORT_S = 2.0
+PING_S = 0.5  # how soon the death of a process is seen; longer with more than PINGS_MAX of them
+PINGS_MAX = 200
 ORPHAN_S = 20.0  # nobody heard for this long: look whether the application still exists
 EPOCH_ZERO_S = 1_577_836_800  # 2020-01-01; epochs count half seconds from there, so a later life has a higher one
 
@@ -88,6 +92,7 @@ class Controller:
         self._orders: dict[str, asyncio.Queue[Order]] = {}
         self._actuator = ServeActuator()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watched: set[str] = set()
         self._heard_at = time.monotonic()
         self._exporter = Exporter(Emitter(ray.util.metrics))
 
@@ -97,6 +102,8 @@ class Controller:
         """Raises `IncompatibleReplica` with both sides in the message."""
         self._heard_at = time.monotonic()
         reply: HeartbeatReply = await self._ask(lambda call_id: Join(call_id, announcement))
+        name, life = announcement.replica_id, announcement.incarnation
+        self._watch_process(name, Left(name, life, "has died"))
         return reply
 
     async def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
@@ -128,6 +135,7 @@ class Controller:
         reply: FrontendReply = await self._ask(
             lambda call_id: FrontendBeat(call_id, frontend_id, tuple(live_tickets), stamp)
         )
+        self._watch_process(frontend_id, FrontendGone(frontend_id))
         return msgspec.structs.replace(reply, orders=tuple(self._waiting_orders(frontend_id)))
 
     async def adopt(self, frontend_id: str, claims: Sequence[Claim]) -> int:
@@ -227,6 +235,8 @@ class Controller:
             self._orders.setdefault(effect.frontend_id, asyncio.Queue()).put_nowait(effect.order)
         elif isinstance(effect, Scale):
             self._spawn(self._scale(effect.decision))
+        elif isinstance(effect, Replace):
+            self._spawn(self._replace(effect))
         elif isinstance(effect, Log):
             logger.info(effect.text)
 
@@ -260,6 +270,39 @@ class Controller:
                 self._exporter.export(view.status(self._machine, time.monotonic_ns()))
             except Exception:
                 logger.exception("metrics were not exported")
+
+    # -- processes
+
+    def _watch_process(self, name: str, when_dead: Event) -> None:
+        """`name` is the id of a Serve replica; once a process, until it is dead."""
+        if name not in self._watched:
+            self._watched.add(name)
+            self._spawn(self._ping(name, when_dead))
+
+    async def _ping(self, name: str, when_dead: Event) -> None:
+        """Silence needs seconds to be sure of; that a process is dead, Ray knows at once."""
+        try:
+            if (actor := await asyncio.to_thread(_actor_of, f"#{name}")) is None:
+                return
+            while True:
+                with contextlib.suppress(ray.exceptions.ActorUnavailableError):  # a broken connection proves nothing
+                    await actor.__ray_ready__.remote()
+                await asyncio.sleep(PING_S * max(1.0, len(self._watched) / PINGS_MAX))
+        except ray.exceptions.RayActorError:
+            self._run(when_dead)
+        finally:
+            self._watched.discard(name)
+
+    async def _replace(self, effect: Replace) -> None:
+        """A transfer actor is restarted by Ray; a replica is made anew by Serve."""
+        replica = effect.kind == "replica"
+        suffix = f"#{effect.name}" if replica else f"-transfer-{effect.name[:12]}"
+        try:
+            if (actor := await asyncio.to_thread(_actor_of, suffix)) is not None:
+                logger.warning("%s %s hangs and is ended", effect.kind, effect.name)
+                ray.kill(actor, no_restart=replica)
+        except (ValueError, ray.exceptions.RayError) as error:
+            logger.warning("%s %s cannot be ended: %s", effect.kind, effect.name, error)
 
     async def _scale(self, decision: ScaleDecision) -> None:
         problem = await self._actuator.scale(decision)
@@ -310,6 +353,17 @@ class ServeActuator:
             logger.info("Serve does not tell the pools' targets: %s", error)
             return None
         return Targets(sizes.get(Role.PREFILL, 0), sizes.get(Role.DECODE, 0))
+
+
+def _actor_of(suffix: str) -> Any:
+    """The named actor, of Serve or ours, whose name ends so; None when there is none."""
+    for found in ray.util.list_named_actors(all_namespaces=True):
+        if found["name"].endswith(suffix):
+            try:
+                return ray.get_actor(found["name"], namespace=found["namespace"])
+            except ValueError:
+                return None  # gone meanwhile
+    return None
 
 
 def _application() -> str | None:

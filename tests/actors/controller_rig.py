@@ -169,18 +169,15 @@ class Rig:
         known = self.machine.registry.replicas.get(name)
         total = known.announcement.blocks_total if known else 100
         occupancy = Occupancy(blocks_total=total, blocks_free=total - held, blocks_held=held, **seen)
-        beat = Heartbeat(
-            replica_id=name, incarnation=incarnation, occupancy=occupancy, events=events, pages=pages
-        )
+        beat = Heartbeat(replica_id=name, incarnation=incarnation, occupancy=occupancy, events=events, pages=pages)
         reply: HeartbeatReply = self.answers[self.call(lambda n: Beat(n, beat))]
         return reply
 
     # -- transfer
 
     def report(self, *events: TransferEvent, node: str = "n", incarnation: int = 1, **facts: Any) -> list[Any]:
-        status = StagingStatus(
-            **({"node_id": node, "incarnation": incarnation, "bytes_held": 0, "bytes_max": 1 << 20, "leases": 0} | facts)
-        )
+        values: dict[str, Any] = {"node_id": node, "incarnation": incarnation, "bytes_held": 0, "bytes_max": 1 << 20}
+        status = StagingStatus(**(values | {"leases": 0} | facts))
         dead: list[Any] = self.answers[self.call(lambda n: Transfer(n, status, events))]
         return dead
 
@@ -203,9 +200,7 @@ class Rig:
     # -- frontends
 
     def ask(self, request: str = "r", frontend: str = "f", prompt: int = 320, most: int = 64, **more: Any) -> int:
-        wish = AdmitRequest(
-            request_id=request, frontend_id=frontend, num_prompt_tokens=prompt, max_tokens=most, **more
-        )
+        wish = AdmitRequest(request_id=request, frontend_id=frontend, num_prompt_tokens=prompt, max_tokens=most, **more)
         return self.call(lambda n: Admit(n, wish))
 
     def admit(self, request: str = "r", **more: Any) -> Ticket:
@@ -223,9 +218,7 @@ class Rig:
 
     def lost(self, ticket: Ticket, role: Role, tokens: int = 0, request: AdmitRequest | None = None) -> int:
         name = ticket.decode if role is Role.DECODE else ticket.prefill or ""
-        return self.call(
-            lambda n: Lost(n, ticket.ticket_id, ticket.attempt, role, name, "it died", tokens, request)
-        )
+        return self.call(lambda n: Lost(n, ticket.ticket_id, ticket.attempt, role, name, "it died", tokens, request))
 
     def end(self, ticket: Ticket, outcome: Outcome = Outcome.DONE, tokens: int = 10) -> None:
         self.step(Ended(ticket.ticket_id, outcome, tokens))

@@ -31,7 +31,11 @@ def rig() -> Rig:
 
 def test_the_straight_road(rig: Rig) -> None:
     ticket = rig.admit()
-    assert ticket.prefill in ("p1", "p2") and ticket.decode in ("d1", "d2") and ticket.wire_layout["dtype"] == "float8_e4m3fn"
+    assert (
+        ticket.prefill in ("p1", "p2")
+        and ticket.decode in ("d1", "d2")
+        and ticket.wire_layout["dtype"] == "float8_e4m3fn"
+    )
     call = rig.hand_over(ticket)
     assert rig.answer(call) is None
     rig.beat(str(ticket.prefill), events=(ReplicaEvent(kind="prefill_started", ticket_id=ticket.ticket_id),))

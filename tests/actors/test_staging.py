@@ -11,6 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,17 +25,26 @@ ENGINES = ("p0", "p1", "d0")
 KEYS = [(ticket, attempt) for ticket in range(4) for attempt in (1, 2)]
 
 
+@dataclass
+class Held:
+    offset: int
+    size: int
+    expires: int
+    users: set[tuple[str, bool]] = field(default_factory=set)  # (engine, writes)
+    over: bool = False
+
+
 class StagingMachine(RuleBasedStateMachine):
-    """The model is a dict of key -> (offset, size, users, over): slow, obvious, without holes."""
+    """The model is a dict of what is held: slow, obvious, without holes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.staging = Staging(MAX)
-        self.model: dict[tuple[int, int], dict[str, object]] = {}
+        self.model: dict[tuple[int, int], Held] = {}
         self.now = 0
 
     def _forget_what_is_over(self) -> None:
-        self.model = {key: m for key, m in self.model.items() if not m["over"] or m["users"]}
+        self.model = {key: m for key, m in self.model.items() if not m.over or m.users}
 
     @rule(key=st.sampled_from(KEYS), num_bytes=st.integers(1, MAX), lease=st.integers(1, 20))
     def grant(self, key: tuple[int, int], num_bytes: int, lease: int) -> None:
@@ -42,63 +53,57 @@ class StagingMachine(RuleBasedStateMachine):
                 self.staging.grant(key, num_bytes, self.now + lease)
             return
         region = self.staging.grant(key, num_bytes, self.now + lease)
-        spans = sorted((m["offset"], m["size"]) for m in self.model.values())
-        edges = [0, *[end for offset, size in spans for end in (offset, offset + size)], MAX]  # type: ignore[operator]
+        spans = sorted((m.offset, m.size) for m in self.model.values())
+        edges = [0, *[end for offset, size in spans for end in (offset, offset + size)], MAX]
         largest = max(edges[i + 1] - edges[i] for i in range(0, len(edges), 2))
         assert (region is not None) == (aligned(num_bytes) <= largest)  # 5
         if region is not None:
-            self.model[key] = {
-                "offset": region.offset,
-                "size": aligned(num_bytes),
-                "users": set(),
-                "over": False,
-                "expires": self.now + lease,
-            }
+            self.model[key] = Held(region.offset, aligned(num_bytes), self.now + lease)
 
     @rule(key=st.sampled_from(KEYS), engine=st.sampled_from(ENGINES), write=st.booleans())
     def use(self, key: tuple[int, int], engine: str, write: bool) -> None:
         opened = (self.staging.open_writer if write else self.staging.open_reader)(key, engine)
         mine = self.model.get(key)
-        assert opened == (mine is not None and not mine["over"])
+        assert opened == (mine is not None and not mine.over)
         if opened and mine is not None:
-            mine["users"].add((engine, write))  # type: ignore[attr-defined]
+            mine.users.add((engine, write))
 
     @rule(key=st.sampled_from(KEYS), engine=st.sampled_from(ENGINES), write=st.booleans())
     def done(self, key: tuple[int, int], engine: str, write: bool) -> None:
         (self.staging.writer_done if write else self.staging.reader_done)(key, engine)
         if key in self.model:
-            self.model[key]["users"].discard((engine, write))  # type: ignore[attr-defined]
+            self.model[key].users.discard((engine, write))
         self._forget_what_is_over()
 
     @rule(key=st.sampled_from(KEYS))
     def release(self, key: tuple[int, int]) -> None:
         self.staging.release(key)
         if key in self.model:
-            self.model[key]["over"] = True
+            self.model[key].over = True
         self._forget_what_is_over()
 
     @rule(engine=st.sampled_from(ENGINES))
     def engine_dies(self, engine: str) -> None:
-        writing = [key for key, m in self.model.items() if (engine, True) in m["users"]]  # type: ignore[operator]
+        writing = [key for key, m in self.model.items() if (engine, True) in m.users]
         assert sorted(self.staging.peer_gone(engine)) == sorted(writing)
         for m in self.model.values():
-            m["users"] = {user for user in m["users"] if user[0] != engine}  # type: ignore[attr-defined]
+            m.users = {user for user in m.users if user[0] != engine}
         self._forget_what_is_over()
 
     @rule(step=st.integers(1, 15))
     def time_passes(self, step: int) -> None:
         self.now += step
-        late = [key for key, m in self.model.items() if not m["over"] and m["expires"] <= self.now]  # type: ignore[operator]
+        late = [key for key, m in self.model.items() if not m.over and m.expires <= self.now]
         assert sorted(self.staging.expire(self.now)) == sorted(late)
         for key in late:
-            self.model[key]["over"] = True
+            self.model[key].over = True
         self._forget_what_is_over()
 
     @invariant()
     def laws(self) -> None:
         assert self.staging.breaches() == []  # 1
         mine = {region.key: (region.offset, region.size) for region in self.staging}
-        assert mine == {key: (m["offset"], m["size"]) for key, m in self.model.items()}  # 2, 3, 4
+        assert mine == {key: (m.offset, m.size) for key, m in self.model.items()}  # 2, 3, 4
 
     @precondition(lambda self: self.model)
     @rule()

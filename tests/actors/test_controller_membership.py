@@ -1,0 +1,218 @@
+"""Replicas and frontends that come, go, hang and come back; who fits whom."""
+
+from __future__ import annotations
+
+import pytest
+from controller_rig import LAYOUT, SECOND, Rig, spec_of
+
+from actors.controller.events import IncompatibleReplica, Tick
+from actors.nouns import Busy, Fingerprint, HeartbeatReply, Outcome, PageDelta, Role
+
+
+def test_joining_is_idempotent_and_unknown_replicas_are_asked_to_join() -> None:
+    rig = Rig()
+    assert rig.beat("d").known is False
+    rig.decode("d")
+    rig.decode("d")
+    assert rig.beat("d").known and len(rig.machine.registry.replicas) == 1
+
+
+def test_another_tokenizer_or_geometry_is_refused_with_both_sides_shown() -> None:
+    rig = Rig()
+    rig.decode("d")
+    wrong = rig.join("p", Role.PREFILL, fingerprint=Fingerprint(geometry={"layers": 2}, tokenizer="other"))
+    assert isinstance(wrong, IncompatibleReplica)
+    assert "p does not fit decode replica d" in str(wrong) and "'other' here, 't' in the cluster" in str(wrong)
+    deep = Fingerprint(geometry={"layers": 3, "extra": 1}, tokenizer="t")
+    text = str(rig.join("p", Role.PREFILL, fingerprint=deep))
+    assert "geometry.layers: 3 here, 2 in the cluster" in text and "geometry.extra: 1 here, 'absent'" in text
+    assert rig.admit().prefill is None, "a refused replica gets no work"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_layers": 3}, "num_layers 2 against 3"),
+        ({"head_dim": 128}, "head_dim 64 against 128"),
+        ({"order": "mla", "head_dim": 64}, "order cpu_vec against mla"),
+    ],
+)
+def test_pages_that_cannot_be_converted_are_refused(change: dict[str, object], says: str) -> None:
+    rig = Rig()
+    rig.prefill("p")
+    refused = rig.join("d", Role.DECODE, layout=LAYOUT | {"dtype": "float8_e4m3fn"} | change)
+    assert isinstance(refused, IncompatibleReplica) and says in str(refused)
+
+
+def test_fp8_pages_cannot_become_bf16_pages() -> None:
+    rig = Rig()
+    rig.prefill("p", layout=LAYOUT | {"dtype": "float8_e4m3fn"})
+    assert "cannot become bfloat16" in str(rig.join("d", Role.DECODE, layout=LAYOUT | {"dtype": "bfloat16"}))
+
+
+def test_two_decode_layouts_live_side_by_side_and_each_ticket_names_its_own() -> None:
+    rig = Rig()
+    rig.prefill("p")
+    rig.decode("fp8")
+    rig.decode("bf16", layout=LAYOUT | {"dtype": "bfloat16"})
+    dtypes = {(t.decode, t.wire_layout["dtype"]) for t in (rig.admit(f"r{n}") for n in range(4))}
+    assert dtypes == {("fp8", "float8_e4m3fn"), ("bf16", "bfloat16")}
+
+
+def test_a_silent_replica_is_full_then_fenced_and_its_work_goes_elsewhere() -> None:
+    rig = Rig()
+    rig.decode("d1", "d2")
+    ticket = rig.admit()
+    other = "d2" if ticket.decode == "d1" else "d1"
+    rig.wait(2.5, beats=(other,))
+    assert {rig.admit(f"x{n}").decode for n in range(4)} == {other}
+    assert not rig.orders
+    rig.wait(3, beats=(other,))
+    assert [(o.kind, o.ticket_id, o.replica_id) for _, o in rig.orders] == [("lost", ticket.ticket_id, ticket.decode)]
+    back = rig.beat(ticket.decode)
+    assert back.known and back.fenced, "it must end what it has and be replaced"
+    assert rig.answer(rig.lost(ticket, Role.DECODE, tokens=3)).decode == other
+    assert rig.audit() == []
+
+
+def test_an_order_is_repeated_until_the_frontend_acts() -> None:
+    rig = Rig()
+    rig.decode("d1", "d2")
+    ticket = rig.admit()
+    other = "d2" if ticket.decode == "d1" else "d1"
+    rig.wait(10, beats=(other,))
+    told = [order for _, order in rig.orders if order.ticket_id == ticket.ticket_id]
+    assert len(told) >= 2 and len(set(told)) == 1
+    rig.lost(ticket, Role.DECODE)
+    before = len(rig.orders)
+    rig.wait(6, beats=(other,))
+    assert len(rig.orders) == before
+
+
+def test_a_replica_that_restarts_under_its_name_has_lost_its_tickets() -> None:
+    rig = Rig()
+    rig.decode("d")
+    ticket = rig.admit()
+    rig.decode("d", incarnation=2)
+    assert [order.ticket_id for _, order in rig.orders] == [ticket.ticket_id]
+    assert rig.beat("d", incarnation=1).known is False
+    assert rig.machine.registry.replicas["d"].reserved == 0 and rig.audit() == []
+
+
+def test_a_leaving_replica_takes_nothing_new_and_finishes_what_it_has() -> None:
+    rig = Rig()
+    rig.decode("d1", "d2")
+    ticket = rig.admit()
+    other = "d2" if ticket.decode == "d1" else "d1"
+    rig.leaving(ticket.decode)
+    assert rig.beat(ticket.decode).draining
+    assert {rig.admit(f"x{n}").decode for n in range(4)} == {other}
+    rig.wait(30, beats=("d1", "d2"))
+    assert not rig.orders, "without a deadline it may take its time"
+    rig.end(ticket)
+    rig.left(ticket.decode)
+    assert ticket.decode not in rig.machine.registry.replicas and rig.audit() == []
+
+
+def test_a_drain_deadline_moves_what_still_runs() -> None:
+    rig = Rig(spec_of(scaling={"drain_deadline_s": 3}))
+    rig.decode("d1", "d2")
+    ticket = rig.admit()
+    rig.leaving(ticket.decode)
+    rig.wait(4, beats=("d1", "d2"))
+    kind, moved = rig.orders[0][1].kind, rig.orders[0][1]
+    assert kind == "move" and moved.replica_id == ticket.decode
+    again = rig.answer(rig.lost(ticket, Role.DECODE, tokens=7))
+    assert again.decode not in (ticket.decode, None)
+
+
+def test_a_replica_that_said_goodbye_is_not_brought_back_by_a_late_heartbeat() -> None:
+    rig = Rig()
+    rig.decode("d")
+    rig.left("d")
+    assert rig.beat("d") == HeartbeatReply(epoch=7, known=True, draining=True)
+    assert isinstance(rig.join("d", Role.DECODE), HeartbeatReply)
+    assert "d" not in rig.machine.registry.replicas
+    rig.decode("d", incarnation=2)
+    assert rig.admit().decode == "d"
+
+
+def test_leaving_with_work_left_sends_it_elsewhere() -> None:
+    rig = Rig()
+    rig.decode("d")
+    ticket = rig.admit()
+    rig.left("d")
+    assert [order.kind for _, order in rig.orders] == ["lost"]
+    call = rig.lost(ticket, Role.DECODE)
+    rig.decode("e")
+    assert rig.answer(call).decode == "e"
+
+
+def test_a_dead_frontend_is_cancelled_everywhere() -> None:
+    rig = Rig()
+    rig.decode("d", blocks_total=20)
+    rig.prefill("p")
+    ticket = rig.admit("one", frontend="dead", prompt=500)
+    waiting = rig.ask("two", frontend="dead", prompt=500)
+    rig.ask("three", frontend="f", prompt=500)
+    assert rig.answer(waiting) is None
+    rig.wait(6, beats=("d", "p"))
+    assert rig.state(ticket) == "ended" and isinstance(rig.answer(waiting), Busy)
+    assert {live.ticket.frontend_id for live in rig.machine.registry.tickets.values()} == {"f"}
+    assert rig.machine.counters["cancelled"] == 1
+    assert rig.audit() == []
+
+
+def test_the_controllers_own_pause_is_nobody_elses_silence() -> None:
+    rig = Rig()
+    rig.decode("d", blocks_total=20)
+    ticket = rig.admit("one", prompt=500)
+    waiting = rig.ask("two", prompt=500)
+    rig.wait(1, beats=("d",))
+    rig.now += 60 * SECOND
+    rig.step(Tick())
+    assert not rig.machine.registry.replicas["d"].fenced and rig.state(ticket) == "decoding"
+    assert rig.answer(waiting) is None and rig.machine.counters["own_pauses"] == 1
+    rig.beat("d")
+    rig.frontend_beat("f")
+    rig.end(ticket)
+    assert rig.answer(waiting).decode == "d"
+
+
+def test_pages_are_known_by_owner_and_tag_and_audited() -> None:
+    rig = Rig()
+    rig.decode("d")
+    rig.beat("d", held=3, pages=(PageDelta(request_id="a", added={1: 101, 2: 102}),))
+    shared = PageDelta(request_id="b", added={2: 102, 3: 103})
+    rig.beat("d", held=3, pages=(shared, shared))
+    book = rig.machine.registry.replicas["d"].book
+    assert book.pages == {1: (101, 1), 2: (102, 2), 3: (103, 1)} and rig.audit() == []
+    rig.beat("d", held=2, pages=(PageDelta(request_id="a", released=True),))
+    assert book.pages == {2: (102, 1), 3: (103, 1)} and rig.audit() == []
+    rig.beat("d", held=3, pages=(PageDelta(request_id="c", added={3: 999}),))
+    assert any("taken again while a request still owned them" in breach for breach in rig.audit())
+
+
+def test_more_owned_pages_than_the_replica_holds_is_a_breach() -> None:
+    rig = Rig()
+    rig.decode("d")
+    rig.beat("d", held=1, pages=(PageDelta(request_id="a", added={1: 101, 2: 102}),))
+    assert any("2 pages have owners, the replica reports 1 held" in breach for breach in rig.audit())
+
+
+def test_an_occupancy_that_does_not_add_up_is_a_breach() -> None:
+    rig = Rig()
+    rig.decode("d")
+    rig.beat("d", held=3, blocks_quarantined=2)
+    assert any("!= total 100" in breach for breach in rig.audit())
+
+
+def test_a_cancelled_wait_leaves_the_queue() -> None:
+    rig = Rig()
+    waiting = rig.ask("one")
+    assert len(rig.machine.room) == 1
+    rig.withdraw(waiting)
+    rig.decode("d")
+    assert len(rig.machine.room) == 0 and not rig.machine.registry.tickets
+    rig.end(rig.admit("two"), Outcome.DONE)
+    assert rig.audit() == []
