@@ -38,7 +38,9 @@ def random_caches(layout: PageLayout, blocks: int, seed: int, device: torch.devi
     generator = torch.Generator().manual_seed(seed)
     shape = layout.cache_shape(blocks)
     if layout.dtype is BF16:
-        draws = (torch.randint(0, 65536, shape, generator=generator, dtype=torch.int32) for _ in range(layout.num_layers))
+        draws = (
+            torch.randint(0, 65536, shape, generator=generator, dtype=torch.int32) for _ in range(layout.num_layers)
+        )
         return [each.to(torch.int16).view(torch.bfloat16).to(device) for each in draws]
     draws = (torch.randint(0, 256, shape, generator=generator, dtype=torch.int32) for _ in range(layout.num_layers))
     return [each.to(torch.uint8).to(device) for each in draws]
@@ -90,7 +92,9 @@ def check_all_bf16_values(bench: Bench) -> None:
     src = PageLayout(1, 128, 1, 256, BF16, PageOrder.KV_PACKED)
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     cache = bits.view(src.cache_shape(1)).to(bench.device)
-    scales = [1.0, 0.05, 230.0] if bench.small else [1.0, 0.5, 4.0, 2.0**-64, 2.0**17, 0.05, 0.7, 3.0, 230.0, 1e30, 1e-30]
+    scales = (
+        [1.0, 0.05, 230.0] if bench.small else [1.0, 0.5, 4.0, 2.0**-64, 2.0**17, 0.05, 0.7, 3.0, 230.0, 1e30, 1e-30]
+    )
     for rounding in Rounding:
         for scale in scales:
             wire = src.with_dtype(E4M3, rounding=rounding, k_scales=(scale,), v_scales=(scale,))
@@ -243,7 +247,9 @@ def check_int4(bench: Bench) -> None:
                                 values.to(bench.device), group, symmetric, grid, block_scale=block_scale
                             )
                             outcomes.append([*packed, dispatch.unpack_int4(*packed, group)])
-                    for name, got, expected in zip(("packed", "scale", "zero", "weight"), *reversed(outcomes), strict=True):
+                    for name, got, expected in zip(
+                        ("packed", "scale", "zero", "weight"), *reversed(outcomes), strict=True
+                    ):
                         assert (got is None) == (expected is None)
                         if got is not None and expected is not None:
                             same(f"{name} g{group} symmetric={symmetric} {grid}", got, expected)

@@ -1,0 +1,245 @@
+"""Everything about the kernels that needs a GPU, in one command that needs torch and triton only.
+
+    make gpu-check            or: python -m ops.kernels.gpu_check [--json FILE]
+
+First every check of `ops.kernels.checks`; only if all pass, each kernel is timed (median, L2 flushed between runs)
+against a plain device copy that moves as many bytes, and against what vLLM and FlashInfer have for the same work where
+they can be imported. `--rehearse` runs the same code on the CPU (with TRITON_INTERPRET=1), small and without figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.layout import PageDtype, PageLayout, PageOrder, SealBinding
+from ops.kernels import checks
+
+BINDING = SealBinding(1, 1)
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time. `touched`: bytes that must be read and written at least once; `aim`: share of the copy rate,
+    or microseconds where `aim_us`."""
+
+    name: str
+    run: Run
+    touched: int
+    aim: float | None = None
+    aim_us: float | None = None
+
+
+def page_cases(device: torch.device, mib: int, layers: int) -> list[Case]:
+    """Seal and open of `mib` MiB of BF16 source pages, for a GQA shard and for MLA."""
+    layouts = {
+        "gqa h1 d128 n16": PageLayout(layers, 16, 1, 128, PageDtype.BF16, PageOrder.KV_PACKED),
+        "gqa h8 d128 n64": PageLayout(layers, 64, 8, 128, PageDtype.BF16, PageOrder.KV_PACKED),
+        "mla n64": PageLayout(layers, 64, 1, 576, PageDtype.BF16, PageOrder.MLA),
+    }
+    cases = []
+    for name, src in layouts.items():
+        n = max(1, (mib << 20) // src.page_bytes)
+        wires = {"bf16": src, "e4m3": src.with_dtype(PageDtype.E4M3, k_scales=(0.5,))}
+        if src.order is PageOrder.MLA:
+            rows = PageLayout(layers, 64, 1, 576, PageDtype.E4M3, PageOrder.FP8_DS_MLA)
+            wires["ds_mla"] = rows
+        caches = [torch.randn(src.cache_shape(n + 1), device=device).to(torch.bfloat16) for _ in range(layers)]
+        ids = torch.randperm(n + 1, device=device)[:n]
+        for to, wire in wires.items():
+            out = torch.empty(n, wire.page_bytes, dtype=torch.uint8, device=device)
+            kind = torch.bfloat16 if wire.dtype is PageDtype.BF16 else torch.uint8
+            targets = [torch.zeros(wire.cache_shape(n + 1), dtype=kind, device=device) for _ in range(layers)]
+            digests = dispatch.seal_pages(caches, src, wire, ids, out, BINDING, 0)
+            aim = 0.8 if mib >= 64 else None
+            seal = partial(dispatch.seal_pages, caches, src, wire, ids, out, BINDING, 0)
+            opened = partial(dispatch.open_pages, out, wire, digests, targets, wire, ids, BINDING, 0)
+            cases.append(Case(f"seal {name} bf16->{to} {mib} MiB", seal, n * (src.page_bytes + wire.page_bytes), aim))
+            cases.append(Case(f"open {name} {to} {mib} MiB source", opened, 2 * n * wire.page_bytes, aim))
+    return cases
+
+
+def tag_cases(device: torch.device, small: bool) -> list[Case]:
+    cases = []
+    for rows, columns in ((2, 40),) if small else ((64, 512), (64, 8192), (256, 2048)):
+        pool = rows * columns + 1
+        tags = torch.randint(1, 1 << 62, (pool,), device=device)
+        table = torch.randperm(pool, device=device)[: rows * columns].view(rows, columns).to(torch.int32)
+        expected = tags[table.long()]
+        lengths = torch.full((rows,), columns, dtype=torch.int32, device=device)
+        run = partial(dispatch.check_tags, tags, table, lengths, expected)
+        aim = 10.0 if (rows, columns) == (64, 8192) else None
+        cases.append(Case(f"check_tags {rows} x {columns} pages", run, rows * columns * 20, aim_us=aim))
+    return cases
+
+
+def weight_cases(device: torch.device, small: bool) -> list[Case]:
+    rows, columns = (8, 256) if small else (8192, 8192)
+    weight = (torch.randn(rows, columns, device=device) * 0.02).to(torch.bfloat16)
+    codes = (weight.float() / 0.001).clamp(-448, 448).to(torch.float8_e4m3fn)
+    block_scale = torch.full((-(-rows // 128), -(-columns // 128)), 0.001, device=device)
+    cases = []
+    for name, values, scales in (("bf16", weight, None), ("fp8 blocks", codes, block_scale)):
+        for symmetric in (True, False):
+            for grid in ((1.0,), (1.0, 0.95, 0.9, 0.85)):
+                run = partial(_pack, values, symmetric, grid, scales)
+                packed = run()
+                written = packed.packed.numel() * 4 + packed.scale.numel() * 2
+                touched = values.numel() * values.element_size() + written
+                label = f"pack_int4 {name} g64 {'sym' if symmetric else 'asym'} {len(grid)} ratios"
+                cases.append(Case(label, run, touched, 0.5 if len(grid) == 1 else None))
+    packed = dispatch.pack_int4(weight, 64, True)
+    unpack = partial(dispatch.unpack_int4, packed.packed, packed.scale, None, 64)
+    cases.append(Case("unpack_int4 g64", unpack, weight.numel() * 2 + packed.packed.numel() * 4))
+    return cases
+
+
+def _pack(values: Tensor, symmetric: bool, grid: tuple[float, ...], scales: Tensor | None) -> Any:
+    """The kernel alone: dispatch would wait for the check of NaN and infinity after every call."""
+    backend = importlib.import_module("kernels.triton_backend")
+    return backend.pack_int4(values, 64, symmetric, grid, scales)
+
+
+def other_cases(device: torch.device, mib: int) -> tuple[list[Case], list[str]]:
+    """What others have for parts of this work. Returns the cases that can run and, for the rest, why not."""
+    src = PageLayout(1, 16, 8, 128, PageDtype.BF16, PageOrder.KV_PACKED)
+    n = max(1, (mib << 20) // src.page_bytes)
+    cache = torch.randn(src.cache_shape(n + 1), device=device).to(torch.bfloat16)
+    ids = torch.randperm(n + 1, device=device)[:n]
+    size = n * src.page_bytes
+    cases = [
+        Case(
+            "torch: index_select, clamp, to(float8), no digest",
+            lambda: cache.index_select(0, ids).float().clamp(-448, 448).to(torch.float8_e4m3fn),
+            size + size // 2,
+        )
+    ]
+    missing = []
+    for name, make in (("vLLM convert_fp8", _vllm_convert), ("FlashInfer append_paged_kv_cache", _flashinfer_append)):
+        try:
+            run, touched = make(cache)
+            run()
+            cases.append(Case(f"{name} (conversion or writing only, no gather by layer, no digest)", run, touched))
+        except Exception as error:
+            missing.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    return cases, missing
+
+
+def _vllm_convert(cache: Tensor) -> tuple[Run, int]:
+    ops = importlib.import_module("vllm._custom_ops")
+    target = torch.empty(cache.shape, dtype=torch.uint8, device=cache.device)
+    run = partial(ops.convert_fp8, target.view(target.shape[0], -1), cache.view(cache.shape[0], -1), 1.0, "fp8")
+    return run, cache.numel() * 3
+
+
+def _flashinfer_append(cache: Tensor) -> tuple[Run, int]:
+    flashinfer = importlib.import_module("flashinfer")
+    pages, heads, tokens, _ = cache.shape
+    k = torch.randn(pages * tokens, heads, 128, device=cache.device).to(torch.bfloat16)
+    v = torch.randn_like(k)
+    target = torch.empty(pages, 2, tokens, heads, 128, dtype=torch.bfloat16, device=cache.device)
+    number = torch.arange(pages * tokens, dtype=torch.int32, device=cache.device)
+    indptr = torch.tensor([0, pages], dtype=torch.int32, device=cache.device)
+    last = torch.tensor([tokens], dtype=torch.int32, device=cache.device)
+    index = torch.arange(pages, dtype=torch.int32, device=cache.device)
+    run = partial(flashinfer.append_paged_kv_cache, k, v, torch.zeros_like(number), number, target, index, indptr, last)
+    return run, 8 * k.numel()
+
+
+def time_case(case: Case) -> dict[str, Any]:
+    """Median time, and the rate of a device copy that reads and writes as many bytes."""
+    from triton.testing import do_bench
+
+    a = torch.empty(max(1, case.touched // 2), dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    milliseconds = do_bench(case.run, warmup=50, rep=200, return_mode="median")
+    copy = do_bench(lambda: b.copy_(a), warmup=50, rep=200, return_mode="median")
+    row: dict[str, Any] = {
+        "case": case.name,
+        "us": milliseconds * 1e3,
+        "gb_s": case.touched / milliseconds / 1e6,
+        "copy_gb_s": case.touched / copy / 1e6,
+        "share_of_copy": copy / milliseconds,
+        "aim": f">= {case.aim:.0%} of copy" if case.aim else f"< {case.aim_us} us" if case.aim_us else "",
+    }
+    met = row["share_of_copy"] >= case.aim if case.aim else row["us"] < case.aim_us if case.aim_us else None
+    return {**row, "aim_met": met}
+
+
+def hardware() -> dict[str, str]:
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": str(torch.version.cuda),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit or "unknown",
+        "command": "python -m ops.kernels.gpu_check",
+    }
+
+
+def rehearse() -> int:
+    """The same code on CPU tensors, each case once: finds mistakes before a GPU is rented."""
+    device = torch.device("cpu")
+    with dispatch.use_backend("triton"):
+        cases = page_cases(device, 0, 1) + tag_cases(device, True) + weight_cases(device, True)
+        for case in cases:
+            case.run()
+    others, missing = other_cases(device, 0)
+    for line in [*(case.name for case in cases + others), *(f"not here: {reason}" for reason in missing)]:
+        print(f"rehearsed {line}")
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ops.kernels.gpu_check", description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU with TRITON_INTERPRET=1, no figures")
+    args = parser.parse_args(argv)
+    if args.rehearse:
+        return rehearse()
+    if not torch.cuda.is_available():
+        print("gpu-check: this machine has no CUDA device; nothing was run", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    failed = checks.run_all(checks.Bench(device, small=False))
+    if failed:
+        print(f"{failed} checks failed: no figures")
+        return 1
+    machine = hardware()
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    cases = [case for mib in (64, 512) for case in page_cases(device, mib, 16)]
+    others, missing = other_cases(device, 256)
+    cases += tag_cases(device, False) + weight_cases(device, False) + others
+    rows = [time_case(case) for case in cases]
+    print(f"{'case':66s}{'us':>10s}{'GB/s':>9s}{'copy':>9s}{'share':>7s}  aim")
+    for row in rows:
+        aim = f"{row['aim']} {'met' if row['aim_met'] else 'NOT MET'}" if row["aim"] else ""
+        print(
+            f"{row['case']:66s}{row['us']:10.1f}{row['gb_s']:9.0f}{row['copy_gb_s']:9.0f}"
+            f"{row['share_of_copy']:7.2f}  {aim}"
+        )
+    for reason in missing:
+        print(f"not here: {reason}")
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine, "figures": rows, "missing": missing}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
