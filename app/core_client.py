@@ -63,6 +63,7 @@ class FerryCoreClient:
         decode: DecodePort,
         *,
         block_tokens: int,
+        caches_prefixes: bool = True,
         num_engines: int = 1,
         observe: Observer = _nobody,
     ) -> None:
@@ -71,6 +72,7 @@ class FerryCoreClient:
         self.prefill = prefill
         self.decode = decode
         self.block_tokens = block_tokens
+        self.caches_prefixes = caches_prefixes
         self.observe = observe
         self.on_fault: Callable[[str, Fault], None] = lambda request_id, fault: None
         self.runs: dict[str, Run] = {}

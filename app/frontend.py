@@ -60,6 +60,7 @@ class Frontend:
             self.prefill,
             self.decode,
             block_tokens=spec.pools.decode.block_tokens,
+            caches_prefixes=spec.pools.prefill.enable_prefix_caching,
             num_engines=spec.pools.decode.bounds[1],
             observe=observer(),
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from actors.nouns import HandOver, Outcome, ReplicaId, Ticket, Verdict
@@ -110,8 +111,7 @@ class Run:
         elif output.new_token_ids:
             self.client.observe("first_token", time.monotonic() - self._started, {})
         if (stats := output.prefill_stats) is not None and self._cached_tokens is not None:
-            # What a single engine would report: the prompt's tokens that were in the cache where it was computed.
-            stats.set(stats.num_prompt_tokens, min(self._cached_tokens, stats.num_prompt_tokens), 0)
+            self._restate(stats, self._cached_tokens)
         if output.new_token_ids:
             self._last_token = time.monotonic()
             self._first_token = self._first_token or self._last_token
@@ -124,6 +124,12 @@ class Run:
             aborted = output.finish_reason is FinishReason.ABORT
             self.tell(Finished(Outcome.FAILED if failed else Outcome.CANCELLED if aborted else Outcome.DONE))
         return output
+
+    def _restate(self, stats: PrefillStats, cached: int) -> None:
+        """What a single engine would report of this prompt: what its own prefix cache had, and what it wrote to it."""
+        prompt, page = stats.num_prompt_tokens, self.client.block_tokens
+        stats.set(prompt, min(cached, prompt), 0)
+        stats.num_cache_creation_tokens = max(0, prompt // page * page - cached) if self.client.caches_prefixes else 0
 
     def _swallow(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         new = output.new_token_ids

@@ -78,7 +78,7 @@ FORMS: tuple[Form, ...] = (
     chat("content parts", messages=[{"role": "user", "content": [{"type": "text", "text": "Say hi."}]}]),
     chat("max_completion_tokens", max_tokens=None, max_completion_tokens=5),
     chat("max_tokens 1", max_tokens=1, compact=True),
-    chat("n=3 greedy", n=3, compact=True),
+    chat("error: n=3 greedy", n=3, compact=True),
     chat("n=3 seeded", n=3, temperature=0.8, seed=7, compact=True),
     chat("seeded sampling", temperature=0.9, seed=11, compact=True),
     chat("seeded top_p", temperature=1.0, seed=3, top_p=0.5),
@@ -142,7 +142,8 @@ FORMS: tuple[Form, ...] = (
     chat("error: too many tokens asked for", max_tokens=100_000, compact=True),
     chat("error: n of 0", n=0),
     chat("error: unknown response format", response_format={"type": "xml"}),
-    chat("error: tool_choice auto without a parser", tools=[TOOL], tool_choice="auto"),
+    chat("tool_choice auto", tools=[TOOL], tool_choice="auto"),
+    chat("error: tool_choice without tools", tool_choice="required"),
     chat("error: logit bias out of vocabulary", logit_bias={"9999999": 1}),
     chat("error: bad regex", structured_outputs={"regex": "(unclosed"}),
     # completions

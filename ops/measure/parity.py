@@ -1,10 +1,10 @@
 """OpenAI parity: every request form sent to a plain vLLM server and to the service, compared field by field.
 
-`python -m ops.measure.parity local-cpu pools.prefill.kv_dtype=fp8_e4m3` starts both, one after the other. The plain
-server has decode's settings (KV dtype, block size, limits). With BF16 pages on prefill the service computes a prompt's
-attention over BF16 and a single FP8 engine over FP8, so greedy text may differ there; for exactness give both pools
-one dtype, as above. Random identifiers, times and host names are left out; log probabilities and scores are compared
-to `--tolerance`, because a matrix product's rounding depends on how many rows are computed together.
+`python -m ops.measure.parity local-cpu` starts both, one after the other. The plain server has decode's settings (KV
+dtype, block size, limits). With BF16 pages on prefill the service computes a prompt's attention over BF16 and a single
+FP8 engine over FP8, so greedy text may differ there; for exactness both pools get one dtype here (`SETTINGS`). Random
+identifiers, times and host names are left out; log probabilities and scores are compared to `--tolerance`, because a
+matrix product's rounding depends on how many rows are computed together.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ from ops.measure.forms import FORMS, Form
 # Random or of one process: not part of what a request form means.
 VOLATILE = {"id", "created", "created_at", "completed_at", "system_fingerprint", "request_id", "item_id", "metrics"}
 RANDOM_ID = re.compile(r"\b(chatcmpl|cmpl|resp|msg|rs|fc|call|chatcmpl-tool|generate-tokens)[-_][0-9A-Za-z-]{6,}")
+# One KV dtype, and every part of the server that a form may ask for.
+SETTINGS: dict[str, Any] = {
+    "pools.prefill.kv_dtype": "fp8_e4m3",
+    "frontend.tool_call_parser": "hermes",
+    "frontend.enable_auto_tool_choice": True,
+    "frontend.server_args.enable_scale_out": True,
+    "frontend.server_args.enable_prompt_tokens_details": True,
+}
 ENGINE_ONLY = ("kv_transfer_config", "worker_extension_cls")
 
 
@@ -281,7 +289,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    spec = ClusterSpec.load(args.config, parse_overrides(args.overrides))
+    overrides = SETTINGS | parse_overrides(args.overrides)
+    spec = ClusterSpec.load(args.config, overrides)
     forms = tuple(f for f in FORMS if (f.compact or not args.compact) and (args.only or "") in f.name)
     model = spec.model.served_name
     if args.plain:
@@ -292,7 +301,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.ours:
         ours = ask_all(args.ours, forms, model)
     else:
-        command = [sys.executable, "-m", "app.cli", "serve", args.config, *args.overrides, "--port", str(args.port + 1)]
+        command = [sys.executable, "-m", "app.cli", "serve", args.config, "--port", str(args.port + 1)]
+        command += [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
         with running(command, dict(os.environ), f"http://127.0.0.1:{args.port + 1}") as url:
             ours = ask_all(url, forms, model)
     rows = [compare(form, p, o, args.tolerance) for form, p, o in zip(forms, plain, ours)]

@@ -19,6 +19,7 @@ import pytest
 from app.client import Client
 from app.commands.serve import Service
 from cluster.spec import ClusterSpec
+from ops.measure.parity import SETTINGS
 
 BLOCKS = 320  # pages a replica: 10,240 tokens
 MAX_LEN = 2048
@@ -35,7 +36,7 @@ def service_spec() -> ClusterSpec:
         "local-cpu",
         {
             "model.max_model_len": MAX_LEN,
-            "pools.prefill.kv_dtype": "fp8_e4m3",
+            **SETTINGS,
             "pools.prefill.max_num_batched_tokens": 256,
             "pools.decode.replicas": 2,
             "pools.prefill.engine_args.num_gpu_blocks_override": BLOCKS,

@@ -121,7 +121,7 @@ def wait_whole(service: Service, pool: str, count: int) -> None:
 
     def whole() -> bool:
         replicas = fetch(service.url, "/status")["pools"][pool]["replicas"]
-        return sum(each["state"] == "ready" for each in replicas) == count
+        return bool(sum(each["state"] == "ready" for each in replicas) == count)
 
     wait_for(whole, 120.0)
 

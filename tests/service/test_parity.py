@@ -1,6 +1,6 @@
 """For every request form a client sees what a single vLLM engine with the same settings would show.
 
-Here the compact subset; the whole table is `python -m ops.measure.parity local-cpu pools.prefill.kv_dtype=fp8_e4m3`.
+Here the compact subset; the whole table is `python -m ops.measure.parity local-cpu`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,11 @@ def test_many_at_once_over_both_frontends(service: Service, client: Client) -> N
 
 
 def test_internal_fields_from_outside_are_400(client: Client) -> None:
-    for extra in ({"kv_transfer_params": {"pageferry": {}}}, {"vllm_xargs": {"kv_transfer_params": "x"}}):
+    forbidden: tuple[dict[str, Any], ...] = (
+        {"kv_transfer_params": {"pageferry": {}}},
+        {"vllm_xargs": {"kv_transfer_params": "x"}},
+    )
+    for extra in forbidden:
         with pytest.raises(ServiceError, match="kv_transfer_params") as caught:
             client.complete("Hello", max_tokens=1, **extra)
         assert caught.value.status == 400
