@@ -188,17 +188,21 @@ class FerryCoreClient:
         return tuple(claim for family in self.families.values() if (claim := family.claim()) is not None)
 
     def obey(self, order: Order) -> None:
-        """The controller has seen what concerns one of our tickets."""
+        """The controller has seen what concerns one of our tickets. What concerns an older attempt is absorbed."""
         family = self.families.get(order.ticket_id)
-        if family is None or family.ticket is None or family.ticket.attempt != order.attempt:
+        if family is None or family.ticket is None:
             return
         if order.kind == "cancelled":
-            family.tell(Broken(f"the controller gave this request up: {order.reason}", 503))
+            if order.attempt >= family.ticket.attempt:
+                family.tell(Broken(f"the controller gave this request up: {order.reason}", 503))
+        elif order.attempt != family.ticket.attempt:
+            return
         elif order.role is Role.PREFILL:
             family.tell(PrefillLost(order.reason))
         else:
             for run in list(family.members.values()):
-                run.decode_lost(order.replica_id, order.reason)
+                if order.kind == "lost" or run.movable:
+                    run.decode_lost(order.replica_id, order.reason)
 
     def run_ended(self, run: Run, fault: Fault | None) -> None:
         self.runs.pop(run.request_id, None)

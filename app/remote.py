@@ -41,6 +41,7 @@ class RemoteController:
         self._find = find
         self._actor: Any = None
         self._frontend_id = frontend_id
+        self._stamp = 0  # of the last heartbeat's reply: tells the controller what we knew when we sent the next one
         self._lost_calls: set[asyncio.Task[None]] = set()
 
     async def _call(self, method: str, *args: Any, patience_s: float = CONTROLLER_AWAY_S) -> Any:
@@ -114,7 +115,10 @@ class RemoteController:
         await self._call("ended", ticket_id, outcome, num_output_tokens)
 
     async def heartbeat(self, live_tickets: tuple[TicketId, ...]) -> FrontendReply:
-        reply: FrontendReply = await self._call("frontend_heartbeat", self._frontend_id, live_tickets, patience_s=1.0)
+        reply: FrontendReply = await self._call(
+            "frontend_heartbeat", self._frontend_id, live_tickets, self._stamp, patience_s=1.0
+        )
+        self._stamp = reply.stamp
         return reply
 
     async def orders(self, timeout_s: float) -> list[Order]:

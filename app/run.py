@@ -84,6 +84,11 @@ class Run:
     def decoding(self) -> bool:
         return self._story.phase in (Phase.SUBMIT, Phase.STREAM)
 
+    @property
+    def movable(self) -> bool:
+        """Whether it can go on elsewhere exactly; if not it stays on a replica that is leaving, which waits for it."""
+        return not self.tokens or self._story.recovery is not Recovery.NONE
+
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._main())
 

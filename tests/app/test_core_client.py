@@ -402,10 +402,11 @@ async def test_the_controller_can_give_a_ticket_up() -> None:
     client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
     await client.add_request_async(request())
     await until(lambda: "r" in far.decodes["d1"].submitted)
-    client.obey(Order(kind="cancelled", ticket_id=1, attempt=9, reason="of another attempt"))
+    client.obey(Order(kind="cancelled", ticket_id=1, attempt=0, reason="of another attempt"))
+    client.obey(Order(kind="lost", ticket_id=1, attempt=2, replica_id="d1", reason="of another attempt"))
     await asyncio.sleep(0.01)
-    assert not faults
-    client.obey(Order(kind="cancelled", ticket_id=1, attempt=1, reason="drained by hand"))
+    assert not faults and not far.losses
+    client.obey(Order(kind="cancelled", ticket_id=1, attempt=1_000, reason="drained by hand"))
     await until(lambda: faults)
     assert faults[0][1].status == 503 and "drained by hand" in faults[0][1].message
     await settled(client, far)
@@ -430,3 +431,26 @@ async def test_claims_say_what_a_new_controller_must_know() -> None:
     await cancel(client, "r")
     await settled(client, far)
     assert not client.claims()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_request_moves_from_a_leaving_replica_only_if_that_is_exact(temperature: float) -> None:
+    far = FarSide()
+    far.use_prefill = False
+    far.lost_answers = [far.ticket(1, 2, decode="d2")]
+    client = far.client()
+    await client.add_request_async(request(presence_penalty=0.5, temperature=temperature))
+    d1, d2 = far.decodes["d1"], far.decodes["d2"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", 50)
+    await tokens_of(client, "r", 1)
+    client.obey(Order(kind="move", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="it is leaving"))
+    if temperature:
+        await asyncio.sleep(0.01)
+        d1.emit("r", 51, finish=STOP)
+        assert await tokens_of(client, "r", 1) == [51]
+    else:
+        await until(lambda: "r~2" in d2.submitted)
+        d2.emit("r~2", 50, 51, finish=STOP)
+        assert await tokens_of(client, "r", 1) == [51]
+    await settled(client, far, {"r", "r~2"})
