@@ -1,8 +1,8 @@
 """The systems that are measured: how each is started, when it is ready, how it is ended.
 
 All get the same model, lengths, page size, batch limits, KV memory an engine and threads an engine, taken from one
-topology; plain vLLM has one engine, the two prefill/decode systems have two. Every process of a system carries a mark in
-its environment, so that nothing of one system is left when the next one is measured.
+topology; plain vLLM has one engine, the two prefill/decode systems have two. Every process of a system carries a mark
+in its environment, so that nothing of one system is left when the next one is measured.
 """
 
 from __future__ import annotations
@@ -247,6 +247,16 @@ class Running:
                 continue
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
+
+    def command_lines(self) -> list[list[str]]:
+        """The command lines of all processes that live now."""
+        found = []
+        for pid in marked(self._mark, MARK):
+            try:
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0"))
+            except OSError:
+                continue
+        return found
 
     async def stop(self) -> None:
         """SIGTERM, time to end by itself, then everything that carries the mark. Raises when something is left."""

@@ -1,0 +1,105 @@
+"""The figures as PNG pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+COLOURS = ("#4c72b0", "#8c8c8c", "#dd8452", "#55a868", "#c44e52")
+PANELS = (
+    ("tokens_per_s", "output tokens a second", 1.0),
+    ("ttft_p50", "TTFT p50, ms", 1e3),
+    ("tpot_p50", "TPOT p50, ms", 1e3),
+)
+
+
+def systems(figures: dict[str, Any], titles: dict[str, str], caption: str, path: Path) -> None:
+    """Grouped bars by concurrency; the whiskers reach from the least to the greatest round."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(13, 4.4))
+    names = list(figures["systems"])
+    concurrencies = list(figures["systems"][names[0]]["concurrency"])
+    width = 0.8 / len(names)
+    for axis, (key, label, scale) in zip(axes, PANELS):
+        for index, name in enumerate(names):
+            found = [figures["systems"][name]["concurrency"][c][key] for c in concurrencies]
+            middle = [row["median"] * scale for row in found]
+            spread = [
+                [(row["median"] - row["min"]) * scale for row in found],
+                [(row["max"] - row["median"]) * scale for row in found],
+            ]
+            at = [group + (index - (len(names) - 1) / 2) * width for group in range(len(concurrencies))]
+            colour = COLOURS[index % len(COLOURS)]
+            axis.bar(at, middle, width, yerr=spread, capsize=2, label=titles[name], color=colour)
+        axis.set_xticks(range(len(concurrencies)), concurrencies)
+        axis.set_xlabel("concurrent requests")
+        axis.set_title(label)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].legend(fontsize=8)
+    _finish(figure, caption, path)
+
+
+def ferry(report: dict[str, Any], caption: str, path: Path) -> None:
+    """Share of copy bandwidth by page count, one line a layout and road."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4.6))
+    series: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        series.setdefault((row["layout"], row["road"]), []).append(row)
+    colours = dict(zip(dict.fromkeys(layout for layout, _ in series), COLOURS))
+    for (layout, road), rows in series.items():
+        pages = [row["pages"] for row in rows]
+        share = [row["share"].value for row in rows]
+        spread = [
+            [row["share"].value - row["share"].low for row in rows],
+            [row["share"].high - row["share"].value for row in rows],
+        ]
+        style = "-" if road == "kernels" else "--"
+        axis.errorbar(
+            pages, share, spread, marker="o", ms=3, ls=style, color=colours[layout], label=f"{layout}, {road}"
+        )
+    axis.axhline(0.5, color="black", lw=0.8, ls=":")
+    axis.set_xscale("log", base=2)
+    axis.set_ylim(0, 1.05)
+    axis.set_xlabel("pages a hand-over")
+    axis.set_ylabel("share of one thread's copy bandwidth")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    _finish(figure, caption, path)
+
+
+def phases(rows: Sequence[tuple[str, float]], caption: str, path: Path) -> None:
+    """Where a first token's time goes: one bar, phase after phase, in ms."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(9, 0.4 * len(rows) + 1.6))
+    names = [name for name, _ in rows]
+    axis.barh(names, [seconds * 1e3 for _, seconds in rows], color=COLOURS[0])
+    for index, (_, seconds) in enumerate(rows):
+        axis.text(seconds * 1e3, index, f" {seconds * 1e3:.1f}", va="center", fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms, mean")
+    axis.grid(axis="x", alpha=0.3)
+    _finish(figure, caption, path)
+
+
+def _finish(figure: Any, caption: str, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.text(0.01, 0.01, caption, fontsize=6, color="#444444", wrap=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
