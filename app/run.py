@@ -164,7 +164,7 @@ class Run:
             logger.exception("request %s", self.request_id)
             end = End(Outcome.FAILED, Fault(500, f"{type(error).__name__}: {error}"))
         except asyncio.CancelledError:
-            end = End(Outcome.CANCELLED)
+            end = End(Outcome.CANCELLED, Fault(503, "the frontend is shutting down"))
         finally:
             await self._give_back(end)
 
@@ -186,7 +186,7 @@ class Run:
                     if following is not None:
                         return following
                 if operation.done():
-                    event = operation.result()
+                    event = Broken("a call was cancelled", 503) if operation.cancelled() else operation.result()
                     self._story, following = story.step(self._story, event)
                     if following is None:
                         raise RuntimeError(f"{event} does not belong into phase {self._story.phase}")
@@ -282,6 +282,8 @@ class Run:
             answer = await asyncio.wait_for(waiting, rest)
         except TimeoutError:
             answer = Verdict.MISSING
+        except ControllerGone:
+            answer = Verdict.STALE  # nobody has the proof: decode can still compute the prompt
         self.client.observe("hand_over", time.monotonic() - started, {})
         return HandedOver(answer) if isinstance(answer, HandOver) else NoHandOver(answer)
 
@@ -309,7 +311,7 @@ class Run:
         try:
             await asyncio.wait_for(self._link.standing(), LINK_S)
             call = asyncio.ensure_future(self.client.decode.submit(replica, frames, ticket, action.hand_over))
-            await asyncio.shield(asyncio.wait_for(asyncio.shield(call), CONTROL_S))
+            await asyncio.wait_for(asyncio.shield(call), CONTROL_S)
         except asyncio.CancelledError:
             # It may or may not have reached decode: it is let through, and the abort comes after it.
             if call is not None:
