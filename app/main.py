@@ -14,7 +14,7 @@ from ray.serve import Application
 from actors.engine.replica import DecodeReplica, PrefillReplica
 from app.frontend import Frontend
 from cluster.placement import deployment_options, frontend_options
-from cluster.planning.at_start import refuse_unfit
+from cluster.planning.at_start import refuse_unfit_cpu_pools
 from cluster.spec import ClusterSpec, SpecError
 
 
@@ -32,10 +32,7 @@ def build(args: dict[str, str]) -> Application:
 
 def application(spec: ClusterSpec) -> Application:
     """Frontend, Prefill and Decode. The controller and the transfer actors are found or made by who needs them."""
-    for name in ("prefill", "decode"):
-        # GPU pools are checked where the GPUs are, when their replicas start.
-        if getattr(spec.pools, name).gpus_per_replica == 0:
-            refuse_unfit(spec, name)
+    refuse_unfit_cpu_pools(spec)
     tree = spec.model_dump(mode="json")
     decode = serve.deployment(DecodeReplica, **deployment_options(spec, "decode")).bind(tree)
     prefill = None

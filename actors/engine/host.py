@@ -13,11 +13,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.engine.config import engine_kwargs, fingerprint, pool_of
+import msgspec
+
+from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of
 from actors.engine.orders import OpenOrder, SealOrder, to_params
 from actors.nouns import (
     Announcement,
@@ -32,6 +34,8 @@ from actors.nouns import (
     Ticket,
     Verdict,
 )
+from cluster.planning.at_start import refuse_unfit
+from actors.transfer.staging import StagingError
 from cluster.spec import ClusterSpec
 from kernels.layout import PageLayout
 
@@ -39,6 +43,8 @@ logger = logging.getLogger("pageferry.replica")
 
 HEARTBEAT_EVERY_S = 0.5
 UTILITY_TIMEOUT_S = 1.0
+BEGIN_READ_S = 6.0  # decode computes a prompt itself rather than wait longer for a transfer actor's answer
+GOODBYE_S = 2.0
 
 
 class ReplicaError(RuntimeError):
@@ -77,7 +83,7 @@ class _Host:
         *,
         replica_id: str,
         node_id: str,
-        transfer: Any,
+        get_transfer: Callable[[], Any],
         socket_path: str,
         get_controller: Callable[[], Any],
     ) -> None:
@@ -86,7 +92,8 @@ class _Host:
         self.replica_id = replica_id
         self.node_id = node_id
         self.incarnation = time.time_ns()
-        self.transfer = transfer
+        self.transfer = get_transfer()
+        self._get_transfer = get_transfer
         self._get_controller = get_controller
         self._live: dict[str, _Live] = {}
         self._streams: dict[str, asyncio.Queue[list[bytes] | None]] = {}
@@ -95,6 +102,7 @@ class _Host:
         self._last_stats: Any = None
         self._failure: str = ""
         self._tasks: list[asyncio.Task[None]] = []
+        self._errands: set[asyncio.Task[None]] = set()
         self._start_engine(socket_path)
 
     def _start_engine(self, socket_path: str) -> None:
@@ -105,6 +113,10 @@ class _Host:
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
         began = time.monotonic()
+        if self.pool.gpus_per_replica:
+            import torch
+
+            refuse_unfit(self.spec, str(self.role), torch.cuda.get_device_name())
         args = AsyncEngineArgs(**engine_kwargs(self.spec, self.role, self.replica_id, socket_path))
         self.config = args.create_engine_config()
         self.core = EngineCoreClient.make_async_mp_client(self.config, Executor.get_class(self.config), log_stats=True)
@@ -114,7 +126,9 @@ class _Host:
         logger.info("%s engine of %s is up after %.1f s", self.role, self.replica_id, time.monotonic() - began)
 
     async def start(self) -> None:
-        """Describes the engine, joins the cluster and starts the background loops. Once."""
+        """Describes the engine, joins the cluster and starts the background loops. Once. Raises when it has failed."""
+        if self._failure:
+            raise ReplicaError(self._failure)
         if self._tasks:
             return
         self._tasks = [asyncio.create_task(self._pump())]
@@ -128,8 +142,6 @@ class _Host:
 
     async def check_health(self) -> None:
         """Called by Serve; raising makes it replace the replica."""
-        if self._failure:
-            raise ReplicaError(self._failure)
         await self.start()
 
     def announcement(self) -> Announcement:
@@ -153,6 +165,7 @@ class _Host:
                 "kv_dtype": self.pool.kv_dtype,
                 "max_num_seqs": self.pool.max_num_seqs,
             },
+            generation=generation(self.spec),
             tickets=tuple({live.ticket.ticket_id for live in self._live.values()}),
         )
 
@@ -179,13 +192,25 @@ class _Host:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            self._failure = f"the engine of {self.replica_id} is gone: {error}"
-            logger.exception("%s", self._failure)
-            for live in self._live.values():
-                if live.done is not None and not live.done.done():
-                    live.done.set_exception(ReplicaError(self._failure))
-            for queue in self._streams.values():
-                queue.put_nowait(None)
+            await self._fail(f"the engine of {self.replica_id} is gone: {error}")
+
+    async def _fail(self, reason: str) -> None:
+        """For good: whoever waits for this replica hears of it now, and Serve makes another one."""
+        if self._failure:
+            return
+        self._failure = reason
+        logger.error("%s", reason)
+        for live in self._live.values():
+            if live.done is not None and not live.done.done():
+                live.done.set_exception(ReplicaError(reason))
+        for queue in self._streams.values():
+            queue.put_nowait(None)
+        await self.say_goodbye()
+
+    async def say_goodbye(self) -> None:
+        """The controller gives no more tickets to this life of the replica. What it did not hear, silence tells it."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.controller.leave.remote(self.replica_id, self.incarnation), GOODBYE_S)
 
     def _on_outputs(self, outputs: Any) -> None:
         raise NotImplementedError
@@ -208,12 +233,13 @@ class _Host:
                 pending = asyncio.create_task(self.core.call_utility_async("pageferry_scheduler"))
             done, _ = await asyncio.wait([pending], timeout=UTILITY_TIMEOUT_S)
             if done:
-                if pending.exception() is not None:
-                    return  # the pump has said why
+                if self._failure or pending.exception() is not None:
+                    return  # the pump says why
                 self._stats, answered, pending = pending.result(), time.monotonic(), None
             elif time.monotonic() - max(asked, answered) > fence_after_s:
-                logger.error("the engine of %s has not answered for %.0f s", self.replica_id, fence_after_s)
-                continue
+                await self._fail(f"the engine of {self.replica_id} has not answered for {fence_after_s:g} s")
+            if self._failure:
+                return
             await self._beat()
 
     async def _beat(self) -> None:
@@ -230,10 +256,9 @@ class _Host:
             if not reply.known:
                 await self.controller.join.remote(self.announcement())
             if reply.fenced:
-                # Its tickets are elsewhere by now. The failure makes Serve replace this replica.
-                self._failure = f"{self.replica_id} was silent for too long and has been fenced"
-                logger.error("%s", self._failure)
+                # Its tickets are elsewhere by now.
                 await self._abort(list(self._live))
+                await self._fail(f"{self.replica_id} was silent for too long and has been fenced")
             if reply.cancel:
                 gone = dict(sorted(reply.cancel))  # the latest attempt of each ticket; a later one stays
                 await self._abort(
@@ -280,8 +305,33 @@ class _Host:
         if in_engine:
             await self.core.abort_requests_async(in_engine)
 
+    async def _ask_transfer(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Raises `ReplicaError` when the node's transfer actor is away; the next call looks it up again."""
+        try:
+            return await asyncio.wait_for(getattr(self.transfer, method).remote(*args), timeout_s)
+        except TimeoutError:
+            raise ReplicaError(f"the transfer actor of node {self.node_id} is silent for {timeout_s:g} s") from None
+        except StagingError:
+            raise
+        except Exception as error:  # Ray's many ways to say that an actor is away
+            with contextlib.suppress(Exception):
+                self.transfer = self._get_transfer()
+            raise ReplicaError(f"the transfer actor of node {self.node_id} is away: {error}") from None
+
+    async def _tell_transfer(self, method: str, *args: Any) -> None:
+        """What it does not hear, the end of the lease tells it."""
+        try:
+            await self._ask_transfer(method, *args, timeout_s=BEGIN_READ_S)
+        except ReplicaError as error:
+            logger.warning("%s", error)
+
     def _decode_request(self, frames: list[bytes]) -> Any:
         return self._decoder.decode(frames)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
 
     def shutdown(self) -> None:
         for task in self._tasks:
@@ -301,8 +351,9 @@ class PrefillHost(_Host):
         num_tokens = len(request.prompt_token_ids)
         wire = PageLayout.from_dict(ticket.wire_layout)
         num_bytes = len(self.engines) * -(-num_tokens // wire.page_tokens) * wire.page_bytes
-        lease: Lease | None = await self.transfer.lease.remote(
-            ticket.ticket_id, ticket.attempt, num_bytes, self.engines, ticket.deadline_s / 2 or 5.0
+        wait_s = ticket.deadline_s / 2 or 5.0
+        lease: Lease | None = await self._ask_transfer(
+            "lease", ticket.ticket_id, ticket.attempt, num_bytes, self.engines, wait_s, timeout_s=wait_s + 1.0
         )
         if lease is None:
             raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
@@ -327,15 +378,15 @@ class PrefillHost(_Host):
             if live.in_engine:
                 await asyncio.shield(self._abort([request.request_id]))
                 # The worker half reports WriterDone once the engine has let go; then the bytes are given back.
-                await asyncio.shield(self.transfer.release.remote([(ticket.ticket_id, ticket.attempt)]))
+                await asyncio.shield(self._tell_transfer("release", [(ticket.ticket_id, ticket.attempt)]))
             else:
-                await asyncio.shield(self.transfer.drop_writer.remote(ticket.ticket_id, ticket.attempt, self.engines))
+                await asyncio.shield(self._tell_transfer("drop_writer", ticket.ticket_id, ticket.attempt, self.engines))
             raise
         finally:
             self._live.pop(request.request_id, None)
             self._event("released", live, ticket.request_id)
         if str(output.finish_reason) not in ("length", "stop"):
-            await self.transfer.release.remote([(ticket.ticket_id, ticket.attempt)])
+            await self._tell_transfer("release", [(ticket.ticket_id, ticket.attempt)])
             raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
         stats = output.prefill_stats
         return PrefillDone(
@@ -373,24 +424,17 @@ class DecodeHost(_Host):
         self._live[request.request_id] = live
         try:
             if hand_over is not None:
-                lease: Lease | Verdict = await self.transfer.begin_read.remote(hand_over, self.engines)
+                lease = await self._begin_read(hand_over)
                 if isinstance(lease, Verdict):
                     # The bytes are not to be had; decode computes the prompt itself.
                     self._event("recomputed", live, ticket.request_id, detail=str(lease))
-                else:
-                    local = HandOver(
-                        ticket_id=hand_over.ticket_id,
-                        attempt=hand_over.attempt,
-                        seal=hand_over.seal,
-                        lease=lease,
-                        deadline_s=hand_over.deadline_s,
-                    )
-                    if live.aborted:
-                        await self.transfer.drop_reader.remote(ticket.ticket_id, ticket.attempt, self.engines)
-                    elif request.sampling_params is not None:
-                        extra = dict(request.sampling_params.extra_args or {})
-                        extra["kv_transfer_params"] = to_params(OpenOrder(hand_over=local))
-                        request.sampling_params.extra_args = extra
+                elif live.aborted:
+                    await self._tell_transfer("drop_reader", ticket.ticket_id, ticket.attempt, self.engines)
+                elif request.sampling_params is not None:
+                    extra = dict(request.sampling_params.extra_args or {})
+                    local = msgspec.structs.replace(hand_over, lease=lease)
+                    extra["kv_transfer_params"] = to_params(OpenOrder(hand_over=local))
+                    request.sampling_params.extra_args = extra
             if live.aborted:
                 self._live.pop(request.request_id, None)
                 return
@@ -401,6 +445,20 @@ class DecodeHost(_Host):
             raise
         if self._was_aborted(live):  # while the request was on its way into the engine
             await self._abort([request.request_id])
+
+    async def _begin_read(self, hand_over: HandOver) -> Lease | Verdict:
+        key = (hand_over.ticket_id, hand_over.attempt)
+        wait_s = min(BEGIN_READ_S, hand_over.deadline_s)
+        try:
+            found: Lease | Verdict = await self._ask_transfer(
+                "begin_read", hand_over, self.engines, wait_s, timeout_s=wait_s + 1.0
+            )
+        except ReplicaError as error:
+            logger.warning("ticket %d: %s", hand_over.ticket_id, error)
+            # It may still come to it: then nobody reads.
+            self._background(self._tell_transfer("drop_reader", *key, self.engines))
+            return Verdict.MISSING
+        return found
 
     @staticmethod
     def _was_aborted(live: _Live) -> bool:

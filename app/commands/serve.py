@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from app.processes import MARK, end_marked, marked, sweep
+from cluster.planning.at_start import refuse_unfit_cpu_pools
+from cluster.planning.fits import DoesNotFit
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 
 APPLICATION = "pageferry"
@@ -51,7 +53,8 @@ def main(argv: list[str]) -> int:
         if args.port is not None:
             overrides["frontend.port"] = args.port
         spec = ClusterSpec.load(args.config, overrides)
-    except SpecError as error:
+        refuse_unfit_cpu_pools(spec)  # before anything is started
+    except (SpecError, DoesNotFit) as error:
         print(f"pageferry serve: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _raise_stop)
