@@ -10,13 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ops.compress.calibrated import METHODS, Calibration, check_calibrator, identity_of
 from ops.compress.families import PACKABLE, choose, family_of
 from ops.compress.plan import Action, Options, Plan, make_plan
 from ops.compress.progress import ProgressBar
 from ops.compress.quality import State, Verdict, judge, parse_bounds, read_verdict, store_verdict
-from ops.compress.run import MemoryExceeded, Resources, RunFigures, compress, default_threads
+from ops.compress.run import MemoryExceeded, Resources, RunFigures, compress, default_workers
 from ops.compress.source import Checkpoint, open_checkpoint
 
+CALIBRATION_WINDOW = 512
 EXIT_FAILED, EXIT_USAGE, EXIT_UNMET, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
@@ -46,6 +48,12 @@ def parser() -> argparse.ArgumentParser:
         "--shard-gib", type=float, default=0.0, metavar="GIB", help="size of an output file (1/16 of all)"
     )
     work = top.add_argument_group("how")
+    work.add_argument(
+        "--method", choices=METHODS, default="rtn", help="rtn: rounding with clipping search; else llm-compressor"
+    )
+    work.add_argument("--calibrate", type=Path, metavar="TEXT", help="for gptq and awq; not the text of --evaluate")
+    work.add_argument("--samples", type=int, default=64, metavar="N", help="windows of 512 tokens to calibrate on (64)")
+    work.add_argument("--calibrator-site", type=Path, metavar="DIR", help="pip --target folder of llm-compressor")
     work.add_argument("--workers", type=int, default=0, metavar="N", help="processes (one a core)")
     work.add_argument("--max-memory", type=float, default=4.0, metavar="GIB", help="of all processes together (4)")
     work.add_argument("--restart", action="store_true", help="throw an unfinished run's work away")
@@ -62,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _options(args: argparse.Namespace) -> Options:
+def _options(args: argparse.Namespace, calibration: str) -> Options:
     if args.clip < 1 or args.clip > 11:
         raise ValueError(f"--clip {args.clip}: from 1 (no search) to 11 (down to 0.5)")
     return Options(
@@ -71,7 +79,24 @@ def _options(args: argparse.Namespace) -> Options:
         clip_grid=tuple(round(1.0 - 0.05 * step, 2) for step in range(args.clip)),
         shard_bytes=int(args.shard_gib * 2**30),
         tensor_parallel=args.tp,
+        method=args.method,
+        calibration=calibration,
     )
+
+
+def _calibration(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[str, Calibration | None]:
+    """What --method needs beside the plan: its identity and its input."""
+    if args.method == "rtn":
+        return "", None
+    if not args.calibrate:
+        raise ValueError(f"--method {args.method} needs a text: --calibrate TEXT")
+    if args.evaluate and args.evaluate.resolve() == args.calibrate.resolve():
+        raise ValueError(f"{args.calibrate} cannot both calibrate and judge: give --evaluate another text")
+    from ops.compress.evaluate import read_text
+
+    check_calibrator(checkpoint, Calibration((), args.calibrator_site))
+    text = read_text(args.calibrate, args.source, args.samples * CALIBRATION_WINDOW, CALIBRATION_WINDOW)
+    return identity_of(text.windows, text.sha256), Calibration(text.windows, args.calibrator_site)
 
 
 def plan_table(checkpoint: Checkpoint, plan: Plan) -> str:
@@ -100,11 +125,13 @@ def _made_from(destination: Path, checkpoint: Checkpoint) -> None:
         raise ValueError(f"{destination} was made from another checkpoint than {checkpoint.path} is now")
 
 
-def _compress(args: argparse.Namespace, checkpoint: Checkpoint, plan: Plan) -> RunFigures:
-    workers = args.workers or default_threads(1)
-    resources = Resources(workers, int(args.max_memory * 2**30), default_threads(workers))
+def _compress(
+    args: argparse.Namespace, checkpoint: Checkpoint, plan: Plan, calibration: Calibration | None
+) -> RunFigures:
+    workers = args.workers or default_workers()
+    resources = Resources(workers, int(args.max_memory * 2**30))
     with ProgressBar(plan.bytes_in) as bar:
-        return compress(checkpoint, plan, args.destination, resources, args.restart, bar.advance)
+        return compress(checkpoint, plan, args.destination, resources, args.restart, calibration, bar.advance)
 
 
 def _run_line(figures: RunFigures) -> str:
@@ -121,7 +148,7 @@ def _verified(
     from ops.compress.verify import verify  # torch: the compressing parent does without
 
     with ProgressBar(plan.bytes_in) as bar:
-        result = verify(checkpoint, plan, args.destination, args.workers or default_threads(1), bar.advance)
+        result = verify(checkpoint, plan, args.destination, args.workers or default_workers(), bar.advance)
     out["verify"] = asdict(result)
     for problem in result.problems[:20]:
         say(f"verify: {problem}")
@@ -163,7 +190,8 @@ def _run(args: argparse.Namespace) -> int:
     bounds = parse_bounds(args.require)
     checkpoint = open_checkpoint(args.source)
     choice = choose(family_of(checkpoint.model_type), args.pack, args.keep, args.keep_match)
-    plan = make_plan(checkpoint, choice, _options(args))
+    identity, calibration = _calibration(args, checkpoint)
+    plan = make_plan(checkpoint, choice, _options(args, identity))
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout)
@@ -176,7 +204,7 @@ def _run(args: argparse.Namespace) -> int:
         _made_from(args.destination, checkpoint)
         say(f"{args.destination} is there already")
     else:
-        figures = _compress(args, checkpoint, plan)
+        figures = _compress(args, checkpoint, plan, calibration)
         out["run"] = {**asdict(figures), "mb_per_s": figures.mb_per_s}
         say(_run_line(figures))
     if args.verify and not _verified(args, checkpoint, plan, out, say):

@@ -19,6 +19,7 @@ TORCH_DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
 }
 CODES = 16
 CODE_ROWS = 16  # codes are counted in one row of so many: a picture needs no more

@@ -39,6 +39,8 @@ class Options:
     clip_grid: tuple[float, ...] = (1.0, 0.95, 0.9, 0.85, 0.8)
     shard_bytes: int = 0  # of an output file; 0: a sixteenth of the result, within SHARD_BYTES
     tensor_parallel: int = 1
+    method: str = "rtn"  # or one of `calibrated.METHODS`
+    calibration: str = ""  # names the calibration text and its windows
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ops.compress.calibrated import Calibration, calibrate
 from ops.compress.output import config_json, index_json
 from ops.compress.plan import Plan, Shard
 from ops.compress.quality import UNJUDGED_FILES
@@ -36,7 +37,6 @@ class Resources:
 
     workers: int
     max_memory_bytes: int
-    threads: int
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,12 @@ def compress(
     destination: Path,
     resources: Resources,
     restart: bool = False,
+    calibration: Calibration | None = None,
     on_progress: Callable[[int], None] = lambda nbytes: None,
 ) -> RunFigures:
     """Writes `destination`, going on where an earlier run of the same plan ended. `on_progress` gets source bytes,
-    those of the earlier run first. ValueError before any work when it cannot fit; RuntimeError when it fails later.
+    those of the earlier run first. `calibration` goes with `options.method`. ValueError before any work when it cannot
+    be done; RuntimeError when it fails later.
     """
     started = time.monotonic_ns()
     with WorkFolder(destination, plan.identity(), restart) as folder:
@@ -156,7 +158,8 @@ def compress(
         _check_space(folder, todo)
         skipped = plan.bytes_in - sum(shard.bytes_in for shard in todo)
         on_progress(skipped)
-        peak = _work(checkpoint, plan, folder, todo, resources, on_progress) if todo else 0
+        raw = calibrate(checkpoint, plan, calibration, folder.path) if calibration else None
+        peak = _work(checkpoint, plan, folder, todo, resources, on_progress, raw) if todo else 0
         records = sorted(folder.journal.records, key=lambda record: int(record["shard"]))
         report = build_report(checkpoint, plan, records)
         folder.publish(
@@ -195,6 +198,7 @@ def _work(
     todo: deque[Shard],
     resources: Resources,
     on_progress: Callable[[int], None],
+    calibrated: Path | None,
 ) -> int:
     """Runs every shard of `todo`; the largest resident size of all processes together."""
     count = min(resources.workers, len(todo))
@@ -206,7 +210,7 @@ def _work(
         options=plan.options,
         share_bytes=share,
         widest_row=max(task.source.shape[-1] for task in plan.tasks if task.scale or len(task.outputs) > 1),
-        threads=resources.threads,
+        calibrated=calibrated,
     )
     with Workers(setup, count) as workers:
         while todo or len(workers.idle) < count:
@@ -227,6 +231,6 @@ def _work(
         return status_bytes("VmHWM") + sum(workers.peaks.values())
 
 
-def default_threads(workers: int) -> int:
-    """Threads a worker's kernels get: the cores we may use, shared out."""
-    return max(1, len(os.sched_getaffinity(0)) // workers)
+def default_workers() -> int:
+    """One a core: a worker's kernels use one thread."""
+    return len(os.sched_getaffinity(0))
