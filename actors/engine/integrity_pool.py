@@ -94,8 +94,8 @@ class PoolGuard:
             if answer is FreeAnswer.GIVE:
                 given[page] = block
                 continue
-            self._put_in_doubt(page, str(answer))
             if answer is FreeAnswer.REFUSE:
+                self._put_in_doubt(page, "freed while held")
                 self.repair(block)
         self.pool_free(given.values())
 
