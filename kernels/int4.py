@@ -131,11 +131,11 @@ def pack_rows_of_nibbles(zeros: Tensor) -> Tensor:
 def unpack_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int) -> Tensor:
     """bfloat16 [N, K]: (q - z) * scale in float32, rounded once."""
     rows = packed.shape[0]
-    q = _unpack_nibbles(packed).view(rows, -1, group_size)
+    q = _unpack_nibbles(packed).view(rows, scale.shape[1], group_size)
     if zero_point is not None:
         q = q - _unpack_nibbles(zero_point.t()).t()[:rows, :, None]
     values = q.to(torch.float32) * scale.to(torch.float32)[:, :, None]
-    return values.view(rows, -1).to(torch.bfloat16)
+    return values.view(rows, 8 * packed.shape[1]).to(torch.bfloat16)
 
 
 def _quantise(w: Tensor, symmetric: bool, grid: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,9 +177,9 @@ def _pack_nibbles(values: Tensor) -> Tensor:
     padded = torch.zeros(n, -(-m // 8) * 8, dtype=torch.int32, device=values.device)
     padded[:, :m] = values + 8
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
-    return (padded.view(n, -1, 8) << shifts).sum(-1, dtype=torch.int32)
+    return (padded.view(n, -(-m // 8), 8) << shifts).sum(-1, dtype=torch.int32)
 
 
 def _unpack_nibbles(words: Tensor) -> Tensor:
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return (((words[:, :, None] >> shifts) & 15) - 8).reshape(words.shape[0], -1)
+    return (((words[:, :, None] >> shifts) & 15) - 8).reshape(words.shape[0], 8 * words.shape[1])

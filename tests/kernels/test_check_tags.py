@@ -10,7 +10,7 @@ from kernels import dispatch
 BACKENDS = ["reference", "numba"]
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(derandomize=True, max_examples=120, deadline=None)
 @given(data=st.data())
 def test_against_the_sentence_it_implements(data: st.DataObject) -> None:
     """A row is bad iff some c < num_pages has a page outside the pool or a tag other than expected."""
