@@ -35,6 +35,9 @@ FAMILY: ContextVar[Family | None] = ContextVar("pageferry_family", default=None)
 LEAVING: ContextVar[bool] = ContextVar("pageferry_leaving", default=False)
 
 
+LEAVING_REMEMBERED = 256
+
+
 def _alone() -> Family:
     family = Family(1)
     family.closed = True
@@ -65,6 +68,7 @@ class FerryCoreClient:
         block_tokens: int,
         caches_prefixes: bool = True,
         num_engines: int = 1,
+        generation: str = "",
         observe: Observer = _nobody,
     ) -> None:
         self.frontend_id = frontend_id
@@ -72,11 +76,13 @@ class FerryCoreClient:
         self.prefill = prefill
         self.decode = decode
         self.block_tokens = block_tokens
+        self.generation = generation
         self.caches_prefixes = caches_prefixes
         self.observe = observe
         self.on_fault: Callable[[str, Fault], None] = lambda request_id, fault: None
         self.runs: dict[str, Run] = {}
         self.links: dict[ReplicaId, Link] = {}
+        self._leaving: dict[ReplicaId, None] = {}
         self.families: dict[int, Family] = {}  # by ticket id, live ones
         # vLLM's surface
         self.engine_ranks_managed = list(range(num_engines))
@@ -126,6 +132,7 @@ class FerryCoreClient:
             session=request.session_id or caller.session,
             tenant=caller.tenant,
             priority=request.priority,
+            generation=self.generation,
         )
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -145,6 +152,7 @@ class FerryCoreClient:
         if link is None or link.closed:
             index = self._free_indices.pop() if self._free_indices else 0
             link = Link(replica_id, index, self.decode.outputs(replica_id), self._outputs.put_nowait, self._link_closed)
+            link.leaving = replica_id in self._leaving
             self.links[replica_id] = link
         return link
 
@@ -156,6 +164,9 @@ class FerryCoreClient:
 
     def replica_leaving(self, replica_id: ReplicaId) -> None:
         """No new tickets will name it: its stream ends with its last request, so that it can leave."""
+        self._leaving[replica_id] = None
+        while len(self._leaving) > LEAVING_REMEMBERED:
+            del self._leaving[next(iter(self._leaving))]
         if link := self.links.get(replica_id):
             link.close_when_empty()
 

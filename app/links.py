@@ -45,7 +45,7 @@ class Link:
         self._emit = emit
         self._on_closed = on_closed
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
-        self._leaving = False
+        self.leaving = False  # close with the last receiver
         self._reason = ""
         self._pump_task = asyncio.get_running_loop().create_task(self._pump())
 
@@ -59,11 +59,11 @@ class Link:
     def forget(self, engine_id: str) -> None:
         """Later outputs of this id are dropped: no token of a given-up attempt gets through."""
         self._receivers.pop(engine_id, None)
-        if self._leaving and not self._receivers:
+        if self.leaving and not self._receivers:
             self.close("the replica is leaving and this frontend has nothing there")
 
     def close_when_empty(self) -> None:
-        self._leaving = True
+        self.leaving = True
         if not self._receivers:
             self.close("the replica is leaving and this frontend has nothing there")
 

@@ -8,7 +8,7 @@ from cluster.spec import ClusterSpec, PoolSpec
 
 # A call into a replica is one request of its engine, an abort, or a stream: the engine has its own limits.
 MAX_ONGOING = 100_000
-DRAIN_S = 24 * 3600.0  # decode leaves when its requests have ended, however long they are
+DRAIN_S = 24 * 3600.0  # decode and frontends leave when their requests have ended, however long they are
 ROUTER = "app.router.AddressedRouter"
 
 
@@ -43,6 +43,7 @@ def deployment_options(spec: ClusterSpec, role: Literal["prefill", "decode"]) ->
         "max_ongoing_requests": MAX_ONGOING,
         "graceful_shutdown_wait_loop_s": 0.5,
         "graceful_shutdown_timeout_s": drain_s,
+        "max_surge_percent": pool.surge,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": max(30.0, spec.admission.fence_after_s),
         "request_router_config": {"request_router_class": ROUTER},
@@ -56,6 +57,7 @@ def frontend_options(spec: ClusterSpec) -> dict[str, Any]:
         "num_replicas": spec.frontend.replicas,
         "max_ongoing_requests": MAX_ONGOING,
         "graceful_shutdown_wait_loop_s": 0.5,
-        "graceful_shutdown_timeout_s": 30.0,
+        "graceful_shutdown_timeout_s": spec.scaling.drain_deadline_s or DRAIN_S,
+        "max_surge_percent": 100,
         "ray_actor_options": {"num_cpus": spec.frontend.cpus_per_replica},
     }

@@ -61,6 +61,19 @@ class PoolSpec(_Section):
     engine_args: dict[str, Any] = Field(default={}, description="further vLLM engine arguments, as they are")
     env: dict[str, str] = Field(default={}, description="environment of the engine processes")
     resources: dict[str, float] = Field(default={}, description="Ray custom resources a replica needs")
+    surge_percent: int | None = Field(
+        default=None,
+        ge=0,
+        le=100,
+        description="replicas that a rolling update may start before it ends old ones, percent; needs as much room. "
+        "Default: 100 on CPU, 0 on GPUs, where the old replica must leave its GPUs first",
+    )
+
+    @property
+    def surge(self) -> int:
+        if self.surge_percent is not None:
+            return self.surge_percent
+        return 0 if self.gpus_per_replica else 100
 
     @property
     def bounds(self) -> tuple[int, int]:

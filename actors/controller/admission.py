@@ -93,7 +93,7 @@ class Chooser:
 
     def choose(self, request: AdmitRequest, now_ns: int, generation: str | None = None) -> Choice | None:
         """Replicas for the request, or None when none has room. `generation`: only there (a resumed stream)."""
-        picked = self._decode(request, now_ns, generation)
+        picked = self._decode(request, now_ns, generation or request.generation or None)
         if picked is None:
             return None
         decode, reserved, growth, ends_ns, hit_pages, why = picked

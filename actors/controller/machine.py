@@ -162,7 +162,9 @@ class Machine:
             self._reply(event.call_id, self._heartbeat_reply(known))
             return
         try:
-            members = [r.announcement for r in self.registry.replicas.values() if not r.fenced and r is not known]
+            # Pages never cross generations, so that a rolling change may bring another model in beside the old one.
+            others = (r for r in self.registry.replicas.values() if not r.fenced and r is not known)
+            members = [r.announcement for r in others if r.announcement.generation == new.generation]
             compatibility.check(new, members)
         except IncompatibleReplica as error:
             self._add("replicas_refused")
@@ -765,7 +767,7 @@ class Machine:
         live.growth = request.num_sequences * SECOND / (self.forecast.token_ns * block_tokens)
         live.ends_ns = now_ns + int(self.forecast.token_ns * max(1, output - claim.num_output_tokens))
         live.prefill_tokens = ticket.num_prompt_tokens
-        live.generation = decode.announcement.generation if decode else ""
+        live.generation = decode.announcement.generation if decode else request.generation
         self._add("claimed")
         self.registry.open(live)
         if claim.decoding or ticket.prefill is None:

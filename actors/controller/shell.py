@@ -85,6 +85,8 @@ class Controller:
     """Run as a Ray actor; see `get_or_create`. Every method is typed by `actors.nouns`."""
 
     def __init__(self, spec_json: str) -> None:
+        import ray.serve  # here: two threads that import it at once, later, find it half imported
+
         spec = ClusterSpec.model_validate_json(spec_json)
         self._machine = Machine(spec, int((time.time() - EPOCH_ZERO_S) * 2), time.monotonic_ns())
         self._calls: dict[int, asyncio.Future[Any]] = {}

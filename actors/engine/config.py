@@ -105,6 +105,16 @@ def engine_kwargs(spec: ClusterSpec, role: Role, replica_id: str, socket_path: s
     return kwargs | pool.engine_args
 
 
+def generation(spec: ClusterSpec) -> str:
+    """Equal for replicas whose pages and streams may be continued by one another: of one model and its checkpoints.
+
+    It is what a rolling change to another model must not mix. A checkpoint that is replaced under its own name is not
+    seen: give it another name.
+    """
+    parts = (spec.model.path, spec.model.revision, spec.pools.prefill.weights, spec.pools.decode.weights)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
 def fingerprint(vllm_config: Any, tokenizer_path: str) -> Fingerprint:
     """Model geometry and tokenizer: what must be equal on both sides. Weight format and names are left out."""
     model, hf = vllm_config.model_config, vllm_config.model_config.hf_text_config

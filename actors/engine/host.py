@@ -34,8 +34,8 @@ from actors.nouns import (
     Ticket,
     Verdict,
 )
-from cluster.planning.at_start import refuse_unfit
 from actors.transfer.staging import StagingError
+from cluster.planning.at_start import refuse_unfit
 from cluster.spec import ClusterSpec
 from kernels.layout import PageLayout
 

@@ -19,15 +19,27 @@ from cluster.spec import ClusterSpec
 async def _wiring(spec: ClusterSpec, role: Role) -> dict[str, Any]:
     set_environment(spec, role)  # before anything imports vLLM
     node_id = ray.get_runtime_context().get_node_id()
-    transfer = transfer_shell.get_or_create(node_id, spec.transfer.staging_bytes_max, spec.transfer.lease_s, ACTOR_NAME)
-    place = await transfer.start.remote()
+    get_or_create(spec)  # a transfer actor without a controller would think that its application has ended
+
+    def get_transfer() -> Any:
+        transfer = spec.transfer
+        return transfer_shell.get_or_create(node_id, transfer.staging_bytes_max, transfer.lease_s, ACTOR_NAME)
+
+    place = await get_transfer().start.remote()
     return {
         "replica_id": serve.get_replica_context().replica_id.unique_id,
         "node_id": node_id,
-        "transfer": transfer,
+        "get_transfer": get_transfer,
         "socket_path": place["socket"],
         "get_controller": lambda: get_or_create(spec),
     }
+
+
+async def _end(replica: Any) -> None:
+    """Serve calls this when nothing is in progress any more."""
+    if (host := getattr(replica, "host", None)) is not None:
+        await host.say_goodbye()
+        host.shutdown()
 
 
 class PrefillReplica:
@@ -56,9 +68,8 @@ class PrefillReplica:
     async def check_health(self) -> None:
         await self.host.check_health()
 
-    def __del__(self) -> None:
-        if (host := getattr(self, "host", None)) is not None:
-            host.shutdown()
+    async def __del__(self) -> None:
+        await _end(self)
 
 
 class DecodeReplica:
@@ -91,6 +102,5 @@ class DecodeReplica:
     async def check_health(self) -> None:
         await self.host.check_health()
 
-    def __del__(self) -> None:
-        if (host := getattr(self, "host", None)) is not None:
-            host.shutdown()
+    async def __del__(self) -> None:
+        await _end(self)

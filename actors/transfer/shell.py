@@ -39,6 +39,7 @@ logger = logging.getLogger("pageferry.transfer")
 NAMESPACE = "pageferry"
 REPORT_EVERY_S = 0.5
 EXPIRE_EVERY_S = 0.25
+ORPHAN_S = 120.0  # no controller and no engine for this long: the application has ended
 
 
 def actor_name(node_id: str) -> str:
@@ -128,11 +129,17 @@ class KVTransfer:
             self.staging.writer_done(key, engine)
         await self.release([key])
 
-    async def begin_read(self, hand_over: HandOver, engines: list[str]) -> Lease | Verdict:
-        """Registers `engines` as readers; brings the bytes to this node first when they lie on another one."""
+    async def begin_read(self, hand_over: HandOver, engines: list[str], wait_s: float | None = None) -> Lease | Verdict:
+        """Registers `engines` as readers; brings the bytes to this node first when they lie on another one.
+
+        MISSING when that takes longer than `wait_s` (default: the hand-over's deadline).
+        """
         key = (hand_over.ticket_id, hand_over.attempt)
         if hand_over.lease.node_id != self.node_id:
-            fetched = await self._fetch(hand_over)
+            try:
+                fetched = await asyncio.wait_for(self._fetch(hand_over), wait_s or hand_over.deadline_s)
+            except TimeoutError:
+                return Verdict.MISSING
             if isinstance(fetched, Verdict):
                 return fetched
             lease = fetched
@@ -317,7 +324,7 @@ class KVTransfer:
     def _orphaned(self, error: Exception) -> None:
         now = time.monotonic()
         self._orphan_since = self._orphan_since or now
-        if isinstance(error, ValueError) and now - self._orphan_since > 30 and not self._links:
+        if isinstance(error, ValueError) and now - self._orphan_since > ORPHAN_S and not self._links:
             # The controller's name is gone for good and no engine is left here: the application has ended.
             self._close()
             ray.actor.exit_actor()

