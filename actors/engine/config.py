@@ -36,7 +36,10 @@ def pool_of(spec: ClusterSpec, role: Role) -> PoolSpec:
 def set_environment(spec: ClusterSpec, role: Role) -> None:
     """Environment of the engine processes; must run before vLLM is imported in this process."""
     pool = pool_of(spec, role)
-    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    # A person's own choice of these three stands.
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")):
+        os.environ.setdefault(name, value)
+    defaults: dict[str, str] = {}
     if pool.gpus_per_replica == 0:
         # One thread an engine unless the pool says otherwise: with default binding two engines land on one core.
         defaults |= {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--continuation", type=int, default=48, help="forced positions a passage")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from transformers import AutoTokenizer
 
     from ops.accuracy.agreement import measure, passages
