@@ -35,6 +35,7 @@ from cluster.planning.memory import (
     implied_reserve,
     plan_pool,
 )
+from cluster.planning.pages import check_pair
 from cluster.planning.published import published_rows
 from cluster.planning.report import explain_pool, explain_service, fits_report, pool_report, service_report
 from cluster.planning.roofline import Constants, constants_for
@@ -108,6 +109,7 @@ def _model(args: argparse.Namespace) -> int:
     # Prompts leave a prefill replica once sealed; only one has to fit.
     prefill = plan_pool(prefill.arch, replace(prefill.settings, concurrency=1))
     notes += [note for note in more if note not in notes]
+    check_pair(prefill, decode)
     plans = {"prefill": prefill, "decode": decode}
     if args.check:
         return _check(args, plans)

@@ -19,6 +19,7 @@ from cluster.planning.fits import Alternative, DoesNotFit, check_fit, nearest_th
 from cluster.planning.formats import WeightFormat, kv_format, weight_format
 from cluster.planning.from_spec import plan_spec
 from cluster.planning.memory import PoolPlan, PoolSettings, implied_reserve, plan_pool
+from cluster.planning.pages import check_pair, page_layout
 from cluster.planning.roofline import Constants, Roofline, StepCost, constants_for
 from cluster.planning.service import ServicePlan, Split, Workload
 from cluster.planning.sharding import Parallel
@@ -45,6 +46,7 @@ __all__ = [
     "active_parameters",
     "architecture",
     "check_fit",
+    "check_pair",
     "compare_status",
     "constants_for",
     "gpu",
@@ -54,6 +56,7 @@ __all__ = [
     "kv_format",
     "model_config",
     "nearest_that_fits",
+    "page_layout",
     "parameters",
     "plan_pool",
     "plan_spec",

@@ -51,7 +51,7 @@ def compare_status(status: Mapping[str, Any], plans: Mapping[str, PoolPlan], tol
             continue
         replicas = entry["replicas"]
         for number, replica in enumerate(replicas):
-            if isinstance(replica, Mapping):
+            if isinstance(replica, Mapping) and replica.get("state") != "starting":
                 name = f"{pool} {replica.get('replica_id', replica.get('name', number))}"
                 rows += _replica_rows(name, [replica, entry, status], plan, tolerance)
     if not rows:

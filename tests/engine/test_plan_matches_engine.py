@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.planner import (
@@ -21,13 +22,16 @@ from cluster.planner import (
     PoolPlan,
     PoolSettings,
     architecture,
+    compare_status,
     gpu,
     kv_format,
     model_config,
     plan_pool,
+    plan_spec,
     weight_format,
 )
 from cluster.planning.tensors import Cut, Kind, Tensor
+from ops.rig.pair import EnginePair
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / ".models" / "smollm2-135m-instruct"
@@ -141,6 +145,19 @@ def test_plan_is_what_the_engine_allocates(engine: tuple[str, str], engines: Any
     assert held.total - held.absorbed == pytest.approx(real["weights_bytes"], rel=TOLERANCE)
     # Only the scales of the caches, a few floats a layer, are not weights.
     assert abs(held.total - held.absorbed - real["weights_bytes"]) < 64 * plan.arch.layers
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_running_pair_agrees_with_the_plan_of_its_topology(pair: EnginePair) -> None:
+    """What `pageferry plan --check` does at a service: replicas' own announcements against the topology's plan."""
+    pools: dict[str, Any] = {}
+    for announced in pair.notary.joined.values():
+        pools.setdefault(str(announced.role), {"replicas": []})["replicas"].append(msgspec.to_builtins(announced))
+    assert set(pools) == {"prefill", "decode"}
+    rows = compare_status({"pools": pools}, plan_spec(pair.spec), TOLERANCE)
+    assert {"KV tokens", "KV cache bytes", "layers", "KV heads a rank", "row values a head"} <= {r.what for r in rows}
+    assert [row for row in rows if not row.ok] == []
+    assert len(rows) >= 10
 
 
 def test_what_the_cpu_build_refuses_is_a_problem_of_the_plan(folders: dict[str, Path]) -> None:
