@@ -81,7 +81,7 @@ def _audit(found: dict[str, Any], as_json: bool) -> int:
 
 
 def table(status: dict[str, Any]) -> Group:
-    replicas = Table(title=_title(status), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    replicas = Table(title=_title(status), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("pool", "replica", "state"):
         replicas.add_column(name, no_wrap=True)
     for name in ("pages held", "quarantined", "held", "run", "wait", "tok/s"):

@@ -1,0 +1,148 @@
+"""`pageferry serve` and `pageferry status` as far as they go without a service, and ending marked processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from rich.console import Console
+
+from actors.controller import status as view
+from actors.controller.machine import Machine
+from app.cli import main
+from app.commands.serve import Service
+from app.commands.status import size, table
+from app.processes import MARK, end_marked, marked, sweep
+from cluster.spec import ClusterSpec
+
+
+def status() -> dict[str, Any]:
+    """What a controller without replicas says."""
+    return view.status(Machine(ClusterSpec.load("local-cpu"), 1, 0), 1)
+
+
+def replica(**more: Any) -> dict[str, Any]:
+    counts = {"blocks_total": 2911, "blocks_free": 2000, "blocks_held": 900, "blocks_quarantined": 11}
+    return {"replica_id": "abc", "state": "ready", "running": 3, "waiting": 1, "tokens_per_s": 81.4, **counts, **more}
+
+
+class Handler(BaseHTTPRequestHandler):
+    audit: ClassVar[dict[str, Any]] = {}
+
+    def do_GET(self) -> None:
+        body = json.dumps(self.audit if self.path.endswith("audit") else status()).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_status_is_a_table_and_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url]) == 0
+    shown = capsys.readouterr().out
+    assert "smollm2" in shown and "no replica" in shown and "0 in flight" in shown
+    assert main(["status", "--url", url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tickets"]["in_flight"] == 0
+
+
+def test_a_row_a_replica_fits_a_terminal() -> None:
+    found = status()
+    found["pools"]["decode"]["replicas"] = [replica()]
+    console = Console(width=80, record=True)
+    console.print(table(found))
+    [row] = [line for line in console.export_text().splitlines() if "abc" in line]
+    assert row.split() == ["decode", "abc", "ready", "900", "/", "2,911", "11", "30.9%", "3", "1", "81"]
+
+
+def test_audit_names_what_is_broken(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handler, "audit", view.audit(Machine(ClusterSpec.load("local-cpu"), 1, 0)))
+    assert main(["status", "--url", url, "--audit"]) == 0
+    assert "all laws hold" in capsys.readouterr().out
+    monkeypatch.setattr(Handler, "audit", {"breaches": ["free 1 + held 2 != 4"]})
+    assert main(["status", "--url", url, "--audit"]) == 1
+    assert "free 1 + held 2 != 4" in capsys.readouterr().out
+
+
+def test_no_service_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", "http://127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5,120.0 GiB")],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+def test_a_configuration_that_cannot_be_used_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "local-cpu", "pools.decode.replicsa=2"]) == 2
+    assert "did you mean pools.decode.replicas?" in capsys.readouterr().err
+    assert main(["serve", "no-such-topology"]) == 2
+    assert "local-cpu" in capsys.readouterr().err
+
+
+def test_a_local_cluster_has_room_for_every_replica() -> None:
+    spec = ClusterSpec.load("local-cpu", {"pools.decode.replicas": 7, "pools.decode.max_replicas": 9})
+    assert Service(spec, None, 8265)._cpus_needed() >= 9 + 1 + 1
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def stubborn(mark: str) -> subprocess.Popen[bytes]:
+    made = subprocess.Popen([sys.executable, "-c", STUBBORN], env={**os.environ, MARK: mark}, stdout=subprocess.PIPE)
+    assert made.stdout is not None and made.stdout.readline() == b"up\n"
+    return made
+
+
+def test_marked_processes_end_even_when_they_do_not_want_to() -> None:
+    mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    mine, other = stubborn(mark), stubborn(mark + "-other")
+    try:
+        assert marked(mark) == [mine.pid]
+        assert end_marked(mark, grace_s=0.5) == []
+        assert mine.wait(5) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_staging_memory_of_an_ended_process_is_swept(tmp_path: Path) -> None:
+    ours = Path("/dev/shm") / f"pageferry-test-{os.getpid()}"
+    others = Path("/dev/shm") / f"pageferry-test-{os.getpid()}9"
+    try:
+        for path in (ours, others):
+            path.write_bytes(b"x")
+        sweep([os.getpid()])
+        assert not ours.exists() and others.exists()
+    finally:
+        for path in (ours, others):
+            path.unlink(missing_ok=True)
