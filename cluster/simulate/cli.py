@@ -1,10 +1,10 @@
 """`pageferry simulate`: the real controller in a simulated cluster.
 
-    pageferry simulate --seeds 200 --seed 0 --faults all --json   random clusters, loads and faults, every law checked
-    pageferry simulate --scenario FILE                            one written-down run again
-    pageferry simulate published                                  the published decode curve of Kimi K2.6 on H200
-    pageferry simulate autoscale                                  occupancy scaling against ongoing-request scaling
-    pageferry simulate scale                                      decision times with 1,000 decode replicas
+pageferry simulate --seeds 200 --seed 0 --faults all --json   random clusters, loads and faults, every law checked
+pageferry simulate --scenario FILE                            one written-down run again
+pageferry simulate published                                  the published decode curve of Kimi K2.6 on H200
+pageferry simulate autoscale                                  occupancy scaling against ongoing-request scaling
+pageferry simulate scale                                      decision times with 1,000 decode replicas
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pageferry simulate", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "what", nargs="?", default="faults", choices=("faults", "published", "autoscale", "scale"), help="default: faults"
+        "what",
+        nargs="?",
+        default="faults",
+        choices=("faults", "published", "autoscale", "scale"),
+        help="default: faults",
     )
     parser.add_argument("--seeds", type=int, default=200, help="how many random scenarios")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")

@@ -92,7 +92,7 @@ class TransferSim(Process):
 
     def _reset(self) -> None:
         self.staging = Staging(self.bytes_max)
-        self.content: dict[int, Key] = {}  # offset -> whose bytes lie there
+        self.content: dict[int, Key] = {}  # offset of a page -> whose bytes lie there
         self.seals: dict[Key, Sealed] = {}
         self.events: list[TransferEvent] = []
         self.waiting: deque[tuple[Key, int, str, int, Done]] = deque()
@@ -153,10 +153,12 @@ class TransferSim(Process):
             num_bytes=region.num_bytes,
         )
 
-    def write(self, lease: Lease) -> None:
+    def write(self, lease: Lease, first_page: int, pages: int) -> None:
         """A worker half writes into shared memory: nobody can stop it, so the allocator must make it harmless."""
         if lease.segment == f"{self.name}/{self.life}":
-            self.content[lease.offset] = (lease.ticket_id, lease.attempt)
+            key = (lease.ticket_id, lease.attempt)
+            for page in range(first_page, first_page + pages):
+                self.content[lease.offset + page * PAGE_BYTES] = key
 
     def sealed(self, key: Key, engine: str, seal: Seal) -> None:
         region = self.staging.get(key)
@@ -188,7 +190,8 @@ class TransferSim(Process):
         region = self.staging.get(key)
         if not engine and (region is None or region.released):
             return Verdict.STALE
-        verdict = Verdict.OK if self.content.get(hand_over.lease.offset) == key else Verdict.MISMATCH
+        offsets = range(hand_over.lease.offset, hand_over.lease.offset + hand_over.lease.num_bytes, PAGE_BYTES)
+        verdict = Verdict.OK if all(self.content.get(at) == key for at in offsets) else Verdict.MISMATCH
         self.staging.reader_done(key, engine)
         return verdict
 
@@ -444,8 +447,11 @@ class PrefillSim(ReplicaSim):
         self.busy = False
         job = self.jobs.get(key)
         if job is not None and job.lease is not None:
-            self.node.write(job.lease)  # also for a job that was aborted in this chunk: the kernel was running
+            # Also for a job that was aborted in this chunk: the kernel was running.
+            first = (job.num_tokens - job.tokens_left) // self.block_tokens
             job.tokens_left -= chunk
+            last = -(-(job.num_tokens - job.tokens_left) // self.block_tokens)
+            self.node.write(job.lease, first, last - first)
             if job.aborted:
                 self._drop(key)
             elif job.tokens_left <= 0:
