@@ -180,7 +180,16 @@ def _service(
 ) -> tuple[ServicePlan | None, Split | None]:
     """The pair under the workload. What cannot be served becomes a note: the memory tables are still of use."""
     constants = [_constants(args, plan.settings.gpu) for plan in (prefill, decode)]
-    work = Workload(args.input, args.output, args.rate, args.tpot_ms, args.lease_s, args.link_gb_s, args.gpu_price)
+    work = Workload(
+        input_tokens=args.input,
+        output_tokens=args.output,
+        rate=args.rate,
+        tpot_ms=args.tpot_ms,
+        lease_s=args.lease_s,
+        link_gb_s=args.link_gb_s,
+        gpu_price=args.gpu_price,
+        prefix_hit=args.prefix_hit,
+    )
     try:
         service = ServicePlan(prefill, decode, work, *constants)
         return service, service.recommend(args.total_gpus)

@@ -54,6 +54,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     work = p.add_argument_group("workload")
     work.add_argument("--input", type=int, default=8192, help="prompt tokens a request")
     work.add_argument("--output", type=int, default=1000, help="answer tokens a request")
+    work.add_argument("--prefix-hit", type=float, default=0.0, help="share of a prompt that prefill has cached")
     work.add_argument("--rate", type=float, help="requests a second (default: what the GPUs do)")
     work.add_argument("--tpot-ms", type=float, help="slowest time a token that is acceptable")
     work.add_argument("--total-gpus", type=int, help="GPUs to split between prefill and decode")

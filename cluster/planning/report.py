@@ -106,19 +106,20 @@ def service_report(service: ServicePlan, split: Split | None) -> dict[str, Any]:
     """Rates, transfer, split and cost. Split, cost and rate-dependent needs are None where nothing fits."""
     work = service.work
     rate = work.rate or (split.requests_s if split else None)
-    prefill = service.prefill_line.prefill(work.input_tokens)
+    prefill = service.prefill_cost
     cost = service.cost_per_million(split) if split else None
     curve = decode_curve(service.decode_line, service.decode, service.mean_context)
     return {
         "workload": {
             "input_tokens": work.input_tokens,
             "output_tokens": work.output_tokens,
+            "prefix_hit": work.prefix_hit,
             "rate": work.rate,
             "tpot_ms": work.tpot_ms,
             "gpu_price": work.gpu_price,
         },
         "roofline": {
-            "prefill_tok_s": round(service.prefill_line.prefill_tokens_per_second(work.input_tokens), 1),
+            "prefill_tok_s": round(service.prefill_requests_s * work.input_tokens, 1),
             "prefill_ms": round(prefill.seconds * 1e3, 2),
             "prefill_bound": prefill.bound,
             "ttft_ms": round(service.ttft_seconds * 1e3, 2),
@@ -265,12 +266,12 @@ def explain_service(service: ServicePlan, split: Split | None) -> list[Formula]:
                 f"{step.seconds * 1e3:.2f} ms at {batch} x {service.mean_context:,} tokens, {step.bound} bound",
             )
         )
-    cost = service.prefill_line.prefill(work.input_tokens)
+    cost = service.prefill_cost
     first = service.prefill_line
     rows.append(
         Formula(
             "prefill",
-            f"{work.input_tokens:,} tokens x {first.flops_per_token / 1e9:.1f} GFLOP and attention / "
+            f"{work.computed_tokens:,} tokens x {first.flops_per_token / 1e9:.1f} GFLOP and attention / "
             f"({first.parallel.tp * first.parallel.dp} GPUs x {first.gpu.bf16_tflops:g} TFLOP/s x "
             f"{first.constants.prefill_efficiency:g}) + overhead {cost.overhead_s * 1e3:.1f} ms",
             f"{cost.seconds * 1e3:.0f} ms, {cost.bound} bound",
@@ -283,6 +284,16 @@ def explain_service(service: ServicePlan, split: Split | None) -> list[Formula]:
             f"{service.wire_bytes_request_ranks // service.wire_bytes_request} copies / "
             f"({service.decode.settings.parallel.tp} x {work.link_gb_s:g} GB/s)",
             f"{service.transfer_seconds * 1e3:.1f} ms",
+        )
+    )
+    rows.append(
+        Formula(
+            "constants",
+            f"overhead {line.constants.layer_overhead_us:g} us a layer and prefill efficiency "
+            f"{first.constants.prefill_efficiency:g}: fitted to published rates of Kimi K2.6 and GLM 5.2 on H200 (see "
+            f"--published), on a CPU to one small machine; bandwidth efficiency {line.constants.memory_efficiency:g}: "
+            "assumed",
+            "the right order of formats and batches, not the last third of a rate",
         )
     )
     if split:

@@ -8,7 +8,7 @@ from functools import cached_property
 from cluster.planning.facts import PlanError
 from cluster.planning.formats import index_row_bytes, kv_row_bytes
 from cluster.planning.memory import PoolPlan
-from cluster.planning.roofline import Constants, Roofline
+from cluster.planning.roofline import Constants, Roofline, StepCost
 
 # How far from the best rate per GPU a simpler split may be.
 SPLIT_TOLERANCE = 0.05
@@ -19,7 +19,8 @@ LARGEST_SPLIT = 8
 class Workload:
     """What clients send. rate: requests a second, None for as many as the GPUs do. tpot_ms: the slowest time a token
     that is accepted, None for any. lease_s: how long staging holds bytes nobody fetches. link_gb_s: one direction
-    between nodes for each GPU (50: one 400 Gb/s port). gpu_price: per GPU and hour, any currency."""
+    between nodes for each GPU (50: one 400 Gb/s port). gpu_price: per GPU and hour, any currency. prefix_hit: share of
+    the prompt that the prefill replica has cached; it is still read and handed over."""
 
     input_tokens: int = 8192
     output_tokens: int = 1000
@@ -28,11 +29,14 @@ class Workload:
     lease_s: float = 60.0
     link_gb_s: float = 50.0
     gpu_price: float | None = None
+    prefix_hit: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("input_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} {getattr(self, name)} must be at least 1")
+        if not 0 <= self.prefix_hit < 1:
+            raise PlanError(f"prefix_hit {self.prefix_hit} must be at least 0 and below 1")
         for name in ("rate", "tpot_ms", "gpu_price", "lease_s", "link_gb_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -41,6 +45,15 @@ class Workload:
     @property
     def tokens(self) -> int:
         return self.input_tokens + self.output_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.input_tokens * self.prefix_hit)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that prefill has to compute; at least the last one."""
+        return max(1, self.input_tokens - self.cached_tokens)
 
 
 @dataclass(frozen=True)
@@ -109,9 +122,15 @@ class ServicePlan:
     def decode_requests_s(self) -> float:
         return self.decode_tokens_s / self.work.output_tokens
 
+    @cached_property
+    def prefill_cost(self) -> StepCost:
+        """One prompt that has the replica to itself."""
+        return self.prefill_line.prefill(self.work.computed_tokens, self.work.cached_tokens)
+
     @property
     def prefill_requests_s(self) -> float:
-        return self.prefill_line.prefill_tokens_per_second(self.work.input_tokens) / self.work.input_tokens
+        """Pipeline stages work on different prompts."""
+        return self.prefill.settings.parallel.pp / self.prefill_cost.seconds
 
     @property
     def tpot_ms(self) -> float:
@@ -150,7 +169,7 @@ class ServicePlan:
     def ttft_seconds(self) -> float:
         """Prefill, the last pages' way over, and the decode step that samples the first token. Empty queues."""
         last = self.transfer_seconds * min(1.0, self.prefill_line.chunk_tokens / self.work.input_tokens)
-        return self.prefill_line.prefill_seconds(self.work.input_tokens) + last + self.tpot_ms / 1e3
+        return self.prefill_cost.seconds + last + self.tpot_ms / 1e3
 
     def rate(self, prefill: int, decode: int) -> float:
         """Requests a second that so many replicas sustain."""
@@ -159,7 +178,7 @@ class ServicePlan:
     def staging_bytes(self, rate: float) -> int:
         """Staging in use at `rate` requests a second: Little's law over the time a request's bytes stay, which is its
         own prefill and transfer; at least two requests, so that one can be written while one is read."""
-        held_s = self.prefill_line.prefill_seconds(self.work.input_tokens) + self.transfer_seconds
+        held_s = self.prefill_cost.seconds + self.transfer_seconds
         return round(max(2.0, rate * held_s) * self.wire_bytes_request_ranks)
 
     def staging_bytes_worst(self, rate: float) -> int:

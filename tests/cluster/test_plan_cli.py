@@ -73,7 +73,9 @@ def test_tables_show_every_part(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text
 
 
-def test_explain_puts_the_numbers_into_the_formulas(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_explain_puts_the_numbers_into_the_formulas(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "240")
     assert main([*GLM, "--explain"]) == 0
     text = capsys.readouterr().out

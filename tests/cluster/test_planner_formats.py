@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,7 +131,7 @@ def test_auto_without_a_declaration_is_the_published_format_or_bf16() -> None:
         (lambda a: kv_format("fp8_ds_mla", a), "use fp8"),
     ],
 )
-def test_unknown_formats_name_the_nearest(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_unknown_formats_name_the_nearest(call: Callable[[Architecture], object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         call(arch("glm-4.5"))
 

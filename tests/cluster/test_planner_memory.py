@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -82,6 +83,7 @@ class TestPublished:
         assert pool("glm-5.2", "int4", "bf16", tp=8).checkpoint_bytes / GIB == pytest.approx(419.9, abs=0.1)
 
 
+Shape = tuple[str, str, str, tuple[int, int, int, bool]]
 shapes = st.tuples(
     st.sampled_from(MODELS[:3]),
     st.sampled_from(["bf16", "int4"]),
@@ -90,14 +92,14 @@ shapes = st.tuples(
 )
 
 
-def built(shape: tuple[str, str, str, tuple[int, int, int, bool]], **given: object) -> PoolPlan:
+def built(shape: Shape, **given: object) -> PoolPlan:
     model, weights, kv, (tp, pp, dp, ep) = shape
     return pool(model, weights, kv, "B200", tp=tp, pp=pp, dp=dp, ep=ep, **given)
 
 
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, block=st.sampled_from([16, 64, 128]), utilization=st.floats(0.5, 1.0))
-def test_law_1_every_byte_of_hbm_has_one_use(shape, block: int, utilization: float) -> None:  # type: ignore[no-untyped-def]
+def test_law_1_every_byte_of_hbm_has_one_use(shape: Shape, block: int, utilization: float) -> None:
     plan = built(shape, block_tokens=block, utilization=utilization)
     parts = memory_parts(plan)
     if plan.kv_bytes_gpu > 0:
@@ -111,7 +113,7 @@ def test_law_1_every_byte_of_hbm_has_one_use(shape, block: int, utilization: flo
 
 @settings(max_examples=12, deadline=None)
 @given(shape=shapes)
-def test_law_2_ranks_hold_the_checkpoint_between_them(shape) -> None:  # type: ignore[no-untyped-def]
+def test_law_2_ranks_hold_the_checkpoint_between_them(shape: Shape) -> None:
     plan = built(shape)
     parallel, weights = plan.settings.parallel, plan.settings.weights
     held = held_weights(plan.arch, weights, parallel, True)
@@ -126,7 +128,7 @@ def test_law_2_ranks_hold_the_checkpoint_between_them(shape) -> None:  # type: i
 
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, more=st.floats(0.1, 20.0))
-def test_law_3_less_room_never_means_more_tokens(shape, more: float) -> None:  # type: ignore[no-untyped-def]
+def test_law_3_less_room_never_means_more_tokens(shape: Shape, more: float) -> None:
     model, weights, kv, cut = shape
     plan = built(shape)
     assert built(shape, runtime_gib=3.0 + more).kv_tokens <= plan.kv_tokens
@@ -190,7 +192,9 @@ class TestParallelism:
             ("glm-4.5", "bf16", {"tp": 0}, "tp 0"),
         ],
     )
-    def test_what_the_engine_could_not_cut_is_refused(self, model, weights, shape, message) -> None:  # type: ignore[no-untyped-def]
+    def test_what_the_engine_could_not_cut_is_refused(
+        self, model: str, weights: str, shape: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(PlanError, match=message):
             pool(model, weights, "bf16", **shape)
 
@@ -226,7 +230,7 @@ class TestLimits:
             ({"device": "CPU"}, "kv_space_gib is needed"),
         ],
     )
-    def test_settings_out_of_range_name_the_field(self, given, message) -> None:  # type: ignore[no-untyped-def]
+    def test_settings_out_of_range_name_the_field(self, given: dict[str, Any], message: str) -> None:
         with pytest.raises(PlanError, match=message):
             pool("smollm2-135m-instruct", "bf16", "bf16", **given)
 

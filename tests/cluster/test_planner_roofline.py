@@ -41,7 +41,9 @@ DECODE = [
 
 
 @pytest.mark.parametrize(("model", "weights", "kv", "batch", "published", "documented"), DECODE)
-def test_decode_rates_are_those_documented_in_constants(model, weights, kv, batch, published, documented):
+def test_decode_rates_are_those_documented_in_constants(
+    model: str, weights: str, kv: str, batch: int, published: float, documented: float
+) -> None:
     rate = roofline(model, weights, kv).decode_tokens_per_second(batch, batch * 21_400)
     assert rate == pytest.approx(documented, abs=1.5)
     if model == "kimi-k2.6":
@@ -49,7 +51,7 @@ def test_decode_rates_are_those_documented_in_constants(model, weights, kv, batc
 
 
 @pytest.mark.parametrize(("weights", "published"), [("fp8", 10_160), ("int4", 8_660)])
-def test_prefill_rate_of_glm_is_near_the_published(weights, published):
+def test_prefill_rate_of_glm_is_near_the_published(weights: str, published: float) -> None:
     rate = roofline("glm-5.2", weights, "bf16").prefill_tokens_per_second(8192)
     assert rate == pytest.approx(9_320, abs=10)
     assert rate == pytest.approx(published, rel=0.09)
@@ -57,7 +59,7 @@ def test_prefill_rate_of_glm_is_near_the_published(weights, published):
 
 @settings(max_examples=60, deadline=None)
 @given(batch=st.integers(1, 256), context=st.integers(1, 100_000), more=st.integers(1, 64))
-def test_more_work_never_takes_less_time(batch, context, more):
+def test_more_work_never_takes_less_time(batch: int, context: int, more: int) -> None:
     line = ROOFLINES[(batch + more) % len(ROOFLINES)]
     total = batch * context
     assert line.decode_step_seconds(batch + more, total + more * context) >= line.decode_step_seconds(batch, total)
@@ -73,7 +75,7 @@ ROOFLINES = [
 ]
 
 
-def test_a_step_is_never_faster_than_reading_what_it_must():
+def test_a_step_is_never_faster_than_reading_what_it_must() -> None:
     line = roofline("glm-4.5", "bf16", "bf16", layer_overhead_us=0.0, memory_efficiency=1.0)
     # GLM 4.5 at TP 8: one KV head a GPU, 92 layers x 2 x 128 x 2 B = 47,104 B a token.
     assert line.kv_row_bytes == 47_104
@@ -82,26 +84,26 @@ def test_a_step_is_never_faster_than_reading_what_it_must():
     assert step.seconds == max(step.memory_s, step.compute_s)
 
 
-def test_sparse_attention_reads_only_its_selection_but_all_index_keys():
+def test_sparse_attention_reads_only_its_selection_but_all_index_keys() -> None:
     line = roofline("glm-5.2", "int4", "fp8")
     near, far = line.decode_step(1, 2048), line.decode_step(1, 204_800)
     extra = (far.kv_s - near.kv_s) * 4.8e12 * 0.9
     assert extra == pytest.approx((204_800 - 2048) * 21 * 132)
 
 
-def test_experts_touched_runs_from_active_to_all():
+def test_experts_touched_runs_from_active_to_all() -> None:
     line = roofline("kimi-k2.6", "int4", "fp8")
     assert line.experts_touched(1) == pytest.approx(8)
     assert 0.999 * 384 < line.experts_touched(2000) <= 384
 
 
-def test_pipeline_stages_overlap_micro_batches():
+def test_pipeline_stages_overlap_micro_batches() -> None:
     one, two = roofline("glm-4.5", "bf16", "bf16", tp=8), roofline("glm-4.5", "bf16", "bf16", tp=8, pp=2)
     assert two.decode_step_seconds(64, 64_000) == pytest.approx(one.decode_step_seconds(32, 32_000))
     assert two.prefill_tokens_per_second(8192) == pytest.approx(2 * one.prefill_tokens_per_second(8192))
 
 
-def test_bound_names_the_largest_part():
+def test_bound_names_the_largest_part() -> None:
     line = roofline("kimi-k2.6", "int4", "bf16")
     assert line.decode_step(1, 1000).bound == "overhead"
     assert line.decode_step(32, 686_000).bound == "kv"
@@ -111,6 +113,6 @@ def test_bound_names_the_largest_part():
 @pytest.mark.parametrize(
     "given", [{"layer_overhead_us": -1.0}, {"prefill_efficiency": 0.0}, {"memory_efficiency": 1.1}]
 )
-def test_constants_out_of_range_name_the_field(given):
+def test_constants_out_of_range_name_the_field(given: dict[str, float]) -> None:
     with pytest.raises(PlanError, match=next(iter(given))):
         Constants(**given)

@@ -127,6 +127,15 @@ def test_a_token_time_limits_the_batch() -> None:
     assert bound.decode_line.decode_step_seconds(bound.decode_batch + 1, context) > 0.015
 
 
+def test_a_cached_prefix_saves_compute_but_not_the_hand_over() -> None:
+    cold, warm = glm(input_tokens=8192), glm(input_tokens=8192, prefix_hit=0.75)
+    assert warm.prefill_cost == cold.prefill_line.prefill(2048, 6144)
+    assert warm.prefill_requests_s > 3 * cold.prefill_requests_s
+    assert warm.wire_bytes_request == cold.wire_bytes_request
+    with pytest.raises(PlanError, match="prefix_hit 1"):
+        glm(prefix_hit=1.0)
+
+
 def test_first_token_takes_prefill_transfer_and_a_step() -> None:
     service = glm()
     parts = service.prefill_line.prefill_seconds(8192) + service.transfer_seconds + service.tpot_ms / 1e3

@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def header(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    found = {}
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
