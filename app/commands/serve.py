@@ -247,6 +247,8 @@ class Service:
         if self.address is None:
             self._end_processes()  # before Ray: a worker that it kills cannot end its engine any more
             _quietly("Ray", ray.shutdown)
+            if self._temp_dir is not None:
+                shutil.rmtree(self._temp_dir, ignore_errors=True)
             return
         if ray.is_initialized():
             _quietly("the application", self._take_down)
@@ -268,8 +270,6 @@ class Service:
         left = end_marked(self._mark)
         if left:
             print(f"pageferry serve: could not end {left}", file=sys.stderr)
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
         sweep(ours)
 
 
