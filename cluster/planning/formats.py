@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.planning.architecture import Architecture
+from cluster.planning.architecture import Architecture, text_config
 from cluster.planning.facts import PlanError, nearest
 from cluster.planning.tensors import Kind, Tensor
 
@@ -106,7 +106,7 @@ def weight_format(
     """A format by name; `auto` is what the checkpoint is in (`quantization_config`, else `native`, else BF16)."""
     name = _WEIGHT_NAMES.get(name.lower(), name.lower())
     if name == "auto":
-        declared = _declared(config or {})
+        declared = _declared(text_config(config or {}))
         if declared:
             return declared
         name = native or "bf16"

@@ -95,6 +95,8 @@ def test_auto_reads_the_checkpoints_own_declaration() -> None:
     plain = weight_format("int4", kimi)
     assert (fmt.name, fmt.group) == ("int4", 32)
     assert [fmt.storage(t) for t in tensors(kimi)] == [plain.storage(t) for t in tensors(kimi)]
+    nested = {"text_config": {"model_type": "kimi_k2", "quantization_config": KIMI_QUANT}}
+    assert weight_format("auto", kimi, nested) == fmt
 
 
 def test_auto_reads_fp8_blocks_with_exceptions() -> None:
