@@ -99,6 +99,16 @@ class Service:
         self._temp_dir: Path | None = None
 
     @property
+    def folder(self) -> Path | None:
+        """Of a local service: Ray's own files, logs among them; gone when it is stopped."""
+        return self._temp_dir
+
+    @property
+    def mark(self) -> str:
+        """What every process of a local service has in its environment, see `app.processes`."""
+        return self._mark
+
+    @property
     def url(self) -> str:
         return f"http://{self.spec.frontend.host}:{self.spec.frontend.port}"
 
@@ -112,7 +122,8 @@ class Service:
         say("starting Ray" if self.address is None else f"joining Ray at {self.address}")
         context = ray.init(**self._ray_options())
         self.dashboard_url = f"http://{context.dashboard_url}" if context.dashboard_url else ""
-        self._deploy()
+        self._start_serve()
+        self.deploy(self.spec)
 
     def _prepare_local(self) -> None:
         """Everything started from here on carries our mark, so that nothing of it can be left behind."""
@@ -151,14 +162,20 @@ class Service:
         held = sum(pool.cpus_per_replica * pool.bounds[1] * (1 + pool.surge / 100) for pool in pools)
         return int(held + 2 * self.spec.frontend.cpus_per_replica * self.spec.frontend.replicas + 1)
 
-    def _deploy(self) -> None:
+    def _start_serve(self) -> None:
         from ray import serve
         from ray.serve.config import HTTPOptions
 
-        from app.main import application
-
         frontend = self.spec.frontend
         serve.start(http_options=HTTPOptions(host=frontend.host, port=frontend.port))
+
+    def deploy(self, spec: ClusterSpec) -> None:
+        """Again, with another spec: a rolling update that loses no request."""
+        from ray import serve
+
+        from app.main import application
+
+        self.spec = spec
         serve.api.run_many(
             [
                 serve.RunTarget(

@@ -1,0 +1,3 @@
+from ops.survival.cli import main
+
+raise SystemExit(main())

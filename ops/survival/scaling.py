@@ -1,0 +1,115 @@
+"""The decode pool gets smaller, and the configuration changes, while requests run: nobody may notice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import ray
+
+from actors.controller.shell import ACTOR_NAME, NAMESPACE
+from actors.nouns import Role
+from cluster.spec import ClusterSpec
+from ops.survival import checks, load, targets
+from ops.survival.campaign import WHOLE_S, Campaign, Result
+
+LEAVE_S = 60.0
+
+
+async def scale_down(campaign: Campaign, seed: int) -> Result:
+    """One replica of two leaves in the middle of a wave; it takes no new ticket, finishes, and is gone when empty."""
+    rng = random.Random(f"scale-down/{seed}")
+    await resize(campaign, 2)
+    before = await campaign._status()
+    began = time.monotonic()
+    wave = asyncio.create_task(load.wave(campaign.session, campaign.url, campaign.model, rng, 4.0))
+    await asyncio.sleep(rng.uniform(0.5, 4.0))
+    status = await campaign._status()
+    phase = {state: count for state, count in status["tickets"]["by_state"].items() if count}
+    await set_target(1)
+    more, leaving = await _watch_leaving(campaign)
+    answers = await wave
+    findings = checks.judge(answers, may_break=False)
+    findings.problems += more
+    leaked, rest_s = await checks.rest(campaign.session, campaign.url)
+    after = await campaign._status()
+    ended = {name: after["tickets"]["ended"][name] - before["tickets"]["ended"][name] for name in ("done", "failed")}
+    if ended != {"done": findings.complete, "failed": 0}:
+        findings.problems.append(f"{findings.complete} complete answers, tickets ended {ended}")
+    seconds = time.monotonic() - began
+    return Result("scale-down", seed, phase, leaving, seconds, rest_s, findings, leaked, ended)
+
+
+async def _watch_leaving(campaign: Campaign) -> tuple[list[str], str]:
+    """(what was wrong with how it left, its id). The tickets of a draining replica only ever become fewer."""
+    until = time.monotonic() + LEAVE_S
+    leaving, tickets, problems = "", 1 << 30, list[str]()
+    while time.monotonic() < until:
+        status = await campaign._status()
+        replicas = status["pools"]["decode"]["replicas"]
+        draining = [each for each in replicas if each["state"] == "draining"]
+        if draining:
+            leaving = leaving or str(draining[0]["replica_id"])
+            if draining[0]["tickets"] > tickets:
+                problems.append(f"draining {leaving} has {draining[0]['tickets']} tickets, and had {tickets}")
+            tickets = draining[0]["tickets"]
+        if len(replicas) == 1:
+            return problems, leaving
+        await asyncio.sleep(0.1)
+    return [*problems, f"{leaving or 'no replica'} has not left within {LEAVE_S:g} s"], leaving
+
+
+async def set_target(count: int) -> None:
+    controller: Any = ray.get_actor(ACTOR_NAME, namespace=NAMESPACE)
+    problem = await controller.set_target.remote(Role.DECODE, count)
+    if problem:
+        raise RuntimeError(f"Serve did not take the target: {problem}")
+
+
+async def resize(campaign: Campaign, count: int) -> None:
+    """Until the decode pool has that many replicas, all of them ready."""
+    until = time.monotonic() + WHOLE_S
+    await set_target(count)
+    while time.monotonic() < until:
+        if len(targets.ready_replicas(await campaign._status(), "decode")) == count:
+            return
+        await asyncio.sleep(0.25)
+    raise RuntimeError(f"the decode pool has not got {count} replicas within {WHOLE_S:g} s")
+
+
+async def rolling_update(campaign: Campaign, seed: int, changed: ClusterSpec) -> Result:
+    """Every replica and frontend is replaced by one with other settings, while waves of requests go on."""
+    rng = random.Random(f"rolling/{seed}")
+    old = await replicas_of(campaign)
+    began = time.monotonic()
+    waves = asyncio.create_task(_waves_until_replaced(campaign, rng, old))
+    await asyncio.sleep(1.0)
+    await asyncio.to_thread(campaign.service.deploy, changed)
+    answers = await waves
+    findings = checks.judge(answers, may_break=False)
+    seconds = time.monotonic() - began
+    if old & await replicas_of(campaign):
+        findings.problems.append(f"replicas of the old configuration are still there: {old}")
+    leaked, rest_s = await checks.rest(campaign.session, campaign.url)
+    return Result("rolling-update", seed, {}, ", ".join(sorted(old)), seconds, rest_s, findings, leaked)
+
+
+async def replicas_of(campaign: Campaign) -> set[str]:
+    status = await campaign._status()
+    found = {str(each["replica_id"]) for pool in status["pools"].values() for each in pool["replicas"]}
+    return found | set(status["frontends"])
+
+
+async def _waves_until_replaced(campaign: Campaign, rng: random.Random, old: set[str]) -> list[load.Answer]:
+    """Waves one after another until nothing of the old configuration is left, and one more."""
+    answers: list[load.Answer] = []
+    until = time.monotonic() + 2.5 * WHOLE_S
+    last = False
+    while time.monotonic() < until:
+        answers += await load.wave(campaign.session, campaign.url, campaign.model, rng, 6.0)
+        if last:
+            return answers
+        last = not old & await replicas_of(campaign)
+    return answers
