@@ -111,10 +111,14 @@ class Frontend:
 
     async def _heartbeat_loop(self) -> None:
         """Says which tickets live here; a controller that has come back asks for all that is known of them."""
+        epoch = 0
         while True:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
             try:
                 reply = await self.controller.heartbeat(self.client.live_tickets())
+                if reply.epoch != epoch:
+                    await self.controller.configure(self.spec.model_dump_json())
+                    epoch = reply.epoch
                 if not reply.known:
                     await self.controller.adopt(self.client.claims())
                 for order in reply.orders:

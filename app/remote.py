@@ -121,6 +121,9 @@ class RemoteController:
         self._stamp = reply.stamp
         return reply
 
+    async def configure(self, spec_json: str) -> None:
+        await self._call("configure", spec_json, patience_s=1.0)
+
     async def orders(self, timeout_s: float) -> list[Order]:
         found: list[Order] = await self._call("orders", self._frontend_id, timeout_s, patience_s=1.0)
         return found

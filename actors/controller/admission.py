@@ -60,6 +60,9 @@ class Chooser:
         self._tickets = tickets
         self._pools: dict[tuple[Role, str], _Pool] = {}  # by role and generation
 
+    def configure(self, spec: AdmissionSpec) -> None:
+        self._spec = spec
+
     # -- indexes
 
     def refresh(self, replica: Replica) -> None:
@@ -211,7 +214,7 @@ class WaitingRoom:
     AGED = 0.25
 
     def __init__(self, size_max: int) -> None:
-        self._size_max = size_max
+        self.size_max = size_max
         self._again: deque[Waiting] = deque()
         self._tenants: dict[str, list[tuple[int, int, Waiting]]] = {}  # heaps of (-priority, number, waiting)
         self._served: dict[str, float] = {}  # virtual time of each tenant that waits
@@ -227,7 +230,7 @@ class WaitingRoom:
 
     @property
     def full(self) -> bool:
-        return len(self._waiting) - len(self._again) >= self._size_max
+        return len(self._waiting) - len(self._again) >= self.size_max
 
     def put(self, waiting: Waiting) -> None:
         self._waiting[waiting.call_id] = waiting

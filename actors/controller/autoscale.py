@@ -79,6 +79,15 @@ class Autoscaler:
         self._next_ns = now_ns
         self.decisions: deque[tuple[int, ScaleDecision]] = deque(maxlen=REMEMBERED)
 
+    def configure(self, spec: ClusterSpec) -> None:
+        """The platform has been told the new numbers of replicas with the rest of the configuration."""
+        for role in Role:
+            before, now = self._pool(role), spec.pools.decode if role is Role.DECODE else spec.pools.prefill
+            low, high = now.bounds
+            wanted = self.targets[role] if now.replicas == before.replicas else now.replicas
+            self.targets[role] = min(max(wanted, low), high)
+        self._spec, self._scaling = spec, spec.scaling
+
     def reason(self, pool: Role) -> str:
         return self._tracks[pool].reason
 

@@ -24,6 +24,7 @@ from actors.nouns import (
     TicketId,
     TransferEvent,
 )
+from cluster.spec import ClusterSpec
 
 CallId = int
 
@@ -134,6 +135,12 @@ class Targets(msgspec.Struct, frozen=True):
     decode: int
 
 
+class Configure(msgspec.Struct, frozen=True):
+    """A rolling update has brought another configuration; what is decided from now on follows it."""
+
+    spec: ClusterSpec
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time passes: deadlines, silence, fencing, drains, scaling. A few times a second."""
 
@@ -154,6 +161,7 @@ Event = (
     | Ended
     | Scaled
     | Targets
+    | Configure
     | Tick
 )
 

@@ -21,6 +21,7 @@ from actors.controller.events import (
     Adopt,
     Beat,
     CallId,
+    Configure,
     Effect,
     Ended,
     Event,
@@ -89,7 +90,6 @@ class Machine:
     """One controller life. `epoch` must be higher than that of every life before it."""
 
     def __init__(self, spec: ClusterSpec, epoch: int, now_ns: int) -> None:
-        self.spec = spec
         self.epoch = epoch
         self.started_ns = now_ns
         self._ticked_ns = now_ns
@@ -125,8 +125,13 @@ class Machine:
             Ended: self._ended,
             Scaled: self._scaled,
             Targets: self._targets,
+            Configure: self._configure,
             Tick: self._tick,
         }
+        self._read(spec)
+
+    def _read(self, spec: ClusterSpec) -> None:
+        self.spec = spec
         admission = spec.admission
         self._stale_ns = int(admission.stale_after_s * SECOND)
         self._fence_ns = int(max(admission.fence_after_s, admission.stale_after_s) * SECOND)
@@ -733,7 +738,11 @@ class Machine:
             live = self.registry.tickets[ticket_id]
             # Said after a reply that was given long after the ticket was: it is unknown there, its grant lost.
             # (A heartbeat that was under way for long itself proves nothing.)
-            if event.stamp - max(live.admitted_ns, live.changed_ns) >= self._stale_ns and not self._waits(live):
+            if (
+                now_ns >= event.stamp
+                and event.stamp - max(live.admitted_ns, live.changed_ns) >= self._stale_ns
+                and not self._waits(live)
+            ):
                 self._add("unclaimed_tickets")
                 self._suspect(live.ticket)
                 self._close(live, Outcome.CANCELLED, now_ns)
@@ -927,6 +936,15 @@ class Machine:
         self.autoscaler.scaled(event, now_ns)
         if not event.ok:
             self._out.append(Log(f"scaling {event.pool} to {event.target} failed: {event.detail}"))
+
+    def _configure(self, event: Configure, now_ns: int) -> None:
+        if event.spec == self.spec:
+            return
+        self._read(event.spec)
+        self.chooser.configure(event.spec.admission)
+        self.room.size_max = event.spec.admission.queue_max
+        self.autoscaler.configure(event.spec)
+        self._out.append(Log("the configuration has changed"))
 
     def _targets(self, event: Targets, now_ns: int) -> None:
         self.autoscaler.targets = {Role.PREFILL: event.prefill, Role.DECODE: event.decode}

@@ -24,6 +24,7 @@ from actors.controller.events import (
     Admit,
     Adopt,
     Beat,
+    Configure,
     Effect,
     Ended,
     Event,
@@ -139,6 +140,10 @@ class Controller:
         )
         self._watch_process(frontend_id, FrontendGone(frontend_id))
         return msgspec.structs.replace(reply, orders=tuple(self._waiting_orders(frontend_id)))
+
+    async def configure(self, spec_json: str) -> None:
+        """From a frontend when it meets a life of this actor: a restarted one knows only what it was first made with."""
+        self._run(Configure(ClusterSpec.model_validate_json(spec_json)))
 
     async def adopt(self, frontend_id: str, claims: Sequence[Claim]) -> int:
         self._run(Adopt(frontend_id, tuple(claims)))
