@@ -142,7 +142,7 @@ class Controller:
         return msgspec.structs.replace(reply, orders=tuple(self._waiting_orders(frontend_id)))
 
     async def configure(self, spec_json: str) -> None:
-        """From a frontend when it meets a life of this actor: a restarted one knows only what it was first made with."""
+        """From a frontend that meets a new life of this actor, which knows only what the first one was made with."""
         self._run(Configure(ClusterSpec.model_validate_json(spec_json)))
 
     async def adopt(self, frontend_id: str, claims: Sequence[Claim]) -> int:
