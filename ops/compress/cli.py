@@ -27,7 +27,8 @@ def parser() -> argparse.ArgumentParser:
         prog="pageferry compress",
         description="Turn a BF16 or block-scaled FP8 checkpoint into group-quantised INT4 (compressed-tensors) that "
         "vLLM and transformers load as is. Run the same command again to go on after a kill.",
-        epilog="exit status: 0 done, and every --require bound holds; 1 failed; 2 wrong usage; 3 a bound does not "
+        epilog="`pageferry compress --bench` measures speed and memory on a synthetic checkpoint. Exit status: "
+        "0 done, and every --require bound holds; 1 failed; 2 wrong usage; 3 a bound does not "
         "hold, or the result is unjudged and bounds were asked for; 130 interrupted",
     )
     top.add_argument("source", type=Path, metavar="SRC", help="checkpoint folder (config.json and safetensors)")
@@ -228,6 +229,10 @@ def _status(verdict: Verdict, bounds: dict[str, float]) -> int:
 
 
 def main(argv: list[str]) -> int:
+    if "--bench" in argv:
+        from ops.compress import bench
+
+        return bench.main([argument for argument in argv if argument != "--bench"])
     args = parser().parse_args(argv)
     try:
         return _run(args)
