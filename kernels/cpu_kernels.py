@@ -40,11 +40,25 @@ def _convert(address, target, count, kind, scale, shift):  # type: ignore[no-unt
 
 
 @jit(
-    "void(uint64[::1],int64[::1],int64[::1],uint64,int64,int64,int64,int64,uint64[::1],uint64[:,::1],"
+    "void(uint64[::1],int64[::1],int64[::1],uint64,int64,int64,int64,int64,boolean,uint64[::1],uint64[:,::1],"
     "int64[:,::1],float32[:,::1],uint16[:,:,::1],uint64[::1])"
 )
 def seal_straight(  # type: ignore[no-untyped-def]
-    caches, strides, ids, out, out_stride, layer_bytes, segments, segment, seeds, keys, kind, scale, shift, digests
+    caches,
+    strides,
+    ids,
+    out,
+    out_stride,
+    layer_bytes,
+    segments,
+    segment,
+    stream,
+    seeds,
+    keys,
+    kind,
+    scale,
+    shift,
+    digests,
 ):
     """Wire page p is block ids[p]. A layer is `segments` runs of `segment` values, K and V in turn."""
     blocks = (layer_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES
@@ -70,7 +84,8 @@ def seal_straight(  # type: ignore[no-untyped-def]
                 block, following = ids[after // caches.size], after % caches.size
                 address = caches[following] + np.uint64(block * strides[following])
             step = 64 if kind[layer, 0] == COPY else 128
-            copy_bytes(made, out + np.uint64(page * out_stride + layer * layer_bytes), layer_bytes, address, step)
+            target = out + np.uint64(page * out_stride + layer * layer_bytes)
+            copy_bytes(made, target, layer_bytes, stream, address, step)
         digests[page] = mix(seeds[page] ^ total)
 
 
@@ -91,9 +106,12 @@ def digest_pages(pages, stride, num_layers, layer_bytes, seeds, keys, digests): 
         digests[page] = _page_digest(address, num_layers, layer_bytes, keys, seeds[page])
 
 
-@jit("void(uint64,int64,int64,uint64[::1],uint64[::1],uint64[:,::1],uint64[::1],int64[::1],int64[::1],boolean[::1])")
+@jit(
+    "void(uint64,int64,int64,boolean,uint64[::1],uint64[::1],uint64[:,::1],uint64[::1],int64[::1],int64[::1],"
+    "boolean[::1])"
+)
 def open_straight(  # type: ignore[no-untyped-def]
-    pages, stride, layer_bytes, digests, seeds, keys, caches, strides, ids, good
+    pages, stride, layer_bytes, stream, digests, seeds, keys, caches, strides, ids, good
 ):
     for page in range(ids.size):
         address = pages + np.uint64(page * stride)
@@ -102,7 +120,7 @@ def open_straight(  # type: ignore[no-untyped-def]
             for layer in range(caches.size):
                 target = caches[layer] + np.uint64(ids[page] * strides[layer])
                 source = address + np.uint64(layer * layer_bytes)
-                copy_bytes(source, target, layer_bytes, source, 0)
+                copy_bytes(source, target, layer_bytes, stream, source, 0)
 
 
 @jit(

@@ -32,6 +32,9 @@ from kernels.cpu_kernels import (
 from kernels.cpu_primitives import expanded_keys
 from kernels.layout import DS_MLA_ROW_BYTES, PageDtype, PageLayout, PageOrder, Rounding
 
+STREAM_MIN_BYTES = 16 << 20
+"""Calls that write at least this much write past the cache; less is better found there by whoever reads it next."""
+
 _KEYS = expanded_keys()
 _NO_TAG = np.zeros(1, dtype=np.int64)
 
@@ -62,10 +65,12 @@ def seal_pages(
     digests = torch.empty(out.shape[0], dtype=torch.int64)
     to, at = np.uint64(out.data_ptr()), out.stride(0)
     marks, salts = _unsigned(digests), _unsigned(seeds)
+    stream = out.numel() >= STREAM_MIN_BYTES
     if _straight(caches[0], src, wire):
         segments, segment = _segments(wire)
         seal_straight(
-            addresses, strides, ids, to, at, wire.layer_page_bytes, segments, segment, salts, _KEYS, *codec, marks
+            addresses, strides, ids, to, at, wire.layer_page_bytes, segments, segment, stream, salts, _KEYS, *codec,
+            marks
         )  # fmt: skip
     else:
         src_at = _offsets(src, _page_strides(caches[0], src), head_start, wire.num_kv_heads)
@@ -94,7 +99,10 @@ def open_pages(
     source, stride = np.uint64(wire_pages.data_ptr()), wire_pages.stride(0)
     marks, salts = _unsigned(digests.contiguous()), _unsigned(seeds)
     if _straight(caches[0], dst, wire):
-        open_straight(source, stride, wire.layer_page_bytes, marks, salts, _KEYS, addresses, strides, ids, good.numpy())
+        stream = wire_pages.numel() >= STREAM_MIN_BYTES
+        open_straight(
+            source, stride, wire.layer_page_bytes, stream, marks, salts, _KEYS, addresses, strides, ids, good.numpy()
+        )
     else:
         dst_at = _offsets(dst, _page_strides(caches[0], dst), head_start, wire.num_kv_heads)
         wire_at = _offsets(wire, None, 0, wire.num_kv_heads)

@@ -23,7 +23,11 @@ _LANES = 8
 
 
 def jit(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile for this signature at import, GIL released; kept on disk where a place for it can be written."""
+    """Compile for this signature at import, GIL released; kept on disk where a place for it can be written.
+
+    numba's cache watches the file of the function only: after a change of a helper here, touch the file that uses it
+    (the tests give every version of the sources a cache of its own).
+    """
     options = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 
     def wrap(function: Callable[..., Any]) -> Any:
@@ -39,7 +43,7 @@ def jit(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
 def inline(function: Callable[..., Any]) -> Any:
     """A helper that is compiled into its callers."""
-    return numba.njit(function, nogil=True, error_model="numpy", boundscheck=False, inline="never")
+    return numba.njit(function, nogil=True, error_model="numpy", boundscheck=False)
 
 
 @intrinsic
@@ -144,10 +148,10 @@ def expanded_keys() -> np.ndarray:
 
 
 @inline
-def copy_bytes(source, target, num_bytes, ahead, step):  # type: ignore[no-untyped-def]
+def copy_bytes(source, target, num_bytes, stream, ahead, step):  # type: ignore[no-untyped-def]
     """num_bytes is a multiple of 8; both addresses are multiples of 16; `ahead`, `step`: see `stream_lines`."""
     done = 0
-    if (target & np.uint64(63)) == np.uint64(0):
+    if stream and (target & np.uint64(63)) == np.uint64(0):
         done = num_bytes // 64 * 64
         stream_lines(source, target, np.uint64(done // 64), ahead, np.uint64(step))
     left = (num_bytes - done) // 8

@@ -39,6 +39,7 @@ __all__ = [
     "seal_pages",
     "unpack_int4",
     "use_backend",
+    "warm_up",
 ]
 
 BlockIds = Sequence[int] | Tensor
@@ -117,6 +118,16 @@ def backend_name(device: torch.device | str = "cpu") -> str:
     return _forced or _default(torch.device(device).type)
 
 
+def warm_up(device: torch.device | str = "cpu") -> str:
+    """Load (on the CPU: compile, or read from numba's cache) the backend of this device now, not in the first step.
+
+    Seconds the first time on a machine, tenths of a second afterwards. Returns the backend's name.
+    """
+    name = backend_name(device)
+    _load(name)
+    return name
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Force a backend by name inside the block, whatever the device; process-wide, for tests and benchmarks."""
@@ -145,6 +156,7 @@ def seal_pages(
     caches: one tensor a layer, shaped `src.cache_shape(blocks)`; BF16 as torch.bfloat16, FP8 as uint8 or float8_e4m3fn.
     block_ids: the source blocks in token order (int32/int64 tensor or numbers).
     out: uint8 [n, wire.page_bytes], rows contiguous; written fully. It may view shared memory (`torch.frombuffer`).
+      With caches on a GPU it may be host memory (pinned is faster), and the call then waits for the copy.
       n * wire.page_tokens must reach into the last source block; tokens past the source's end become zero bytes.
     binding, first_ordinal: page i is sealed as ordinal first_ordinal + i of this ticket and attempt.
     head_start: wire head 0 is this head of the source (a shard of the page; see `plan_shards`).
@@ -179,7 +191,8 @@ def open_pages(
 ) -> Tensor:
     """Verify wire pages and scatter the good ones into cache blocks. A page with a wrong digest is never written.
 
-    wire_pages: uint8 [n, wire.page_bytes]; digests: n numbers, signed or unsigned, from the seal.
+    wire_pages: uint8 [n, wire.page_bytes]; must not change during the call (their lease sees to that).
+    digests: n numbers, signed or unsigned, from the seal.
     block_ids: the destination blocks in token order, no block twice; blocks past the last token are an error, wire
       tokens past the last block (the padding of the last page) are left out.
     head_start: wire head 0 becomes this head of the destination.

@@ -43,6 +43,12 @@ def seal_pages(
 ) -> Tensor:
     device, n = caches[0].device, out.shape[0]
     _check_orders(src, wire)
+    if out.device != device:
+        # Host staging: the kernel writes device memory at its speed, one copy crosses the bus; then the digests wait.
+        made = torch.empty_like(out, device=device)
+        digests = seal_pages(caches, src, wire, block_ids, made, seeds, head_start)
+        out.copy_(made)
+        return digests.to(out.device)
     ids, salts, keys = block_ids.to(device), seeds.to(device), _keys(device)
     addresses, strides = _places(caches)
     sums = torch.zeros(n, dtype=torch.int64, device=device)
@@ -51,7 +57,7 @@ def seal_pages(
     if src.dtype is PageDtype.BF16 and wire.order is PageOrder.FP8_DS_MLA:
         tokens = n * wire.page_tokens
         pages.seal_ds_mla[(tokens, wire.num_layers)](
-            addresses, ids, out, strides[0], strides[2], *fits, out.stride(0), tokens,
+            addresses, ids, out, strides[0], strides[2], *fits, out.stride(0),
             src.page_tokens, wire.page_tokens, _native(device), enable_fp_fusion=False, num_warps=4,
         )  # fmt: skip
         _add_digests(out, wire, sums, salts, keys)
@@ -60,11 +66,11 @@ def seal_pages(
         kind = _type(src)
         pages.seal[_grid(wire, n)](
             addresses, ids, out, sums, k_scales, v_scales, salts, keys, *strides, head_start, *fits, out.stride(0),
-            src.page_tokens, wire.page_tokens, _row(wire), wire.order.is_latent, wire.layer_page_bytes,
+            wire.num_layers, src.page_tokens, wire.page_tokens, _row(wire), wire.order.is_latent, wire.layer_page_bytes,
             kind, how, exact, _native(device), BLOCKS_PER_PROGRAM, enable_fp_fusion=False, num_warps=4,
         )  # fmt: skip
     pages.finish_seal[(n,)](sums, salts, ids, *fits, src.page_tokens, wire.page_tokens, span, num_warps=1)
-    return sums.to(out.device)
+    return sums
 
 
 def open_pages(
@@ -79,6 +85,7 @@ def open_pages(
 ) -> Tensor:
     device, n = caches[0].device, wire_pages.shape[0]
     _check_orders(dst, wire)
+    wire_pages = wire_pages.to(device, non_blocking=True)  # host staging: read over the bus once, not twice
     ids, salts, keys, wanted = block_ids.to(device), seeds.to(device), _keys(device), digests.to(device)
     addresses, strides = _places(caches)
     sums = torch.zeros(n, dtype=torch.int64, device=device)
@@ -99,10 +106,10 @@ def open_pages(
             sums[part], salts[part], wanted[part], good[part], near, len(near), caches[0].shape[0],
             dst.page_tokens, wire.page_tokens, _span(wire.page_tokens, dst.page_tokens), num_warps=1,
         )  # fmt: skip
-        pages.scatter[(wire.num_layers * runs, count)](
+        pages.scatter[(count * wire.num_layers * runs,)](
             here, good[part], addresses, near, wire_pages.stride(0), *strides, head_start, len(near),
-            dst.page_tokens, wire.page_tokens, _row(wire), wire.order.is_latent, wire.layer_page_bytes, kind,
-            SCATTER_VALUES, num_warps=8,
+            wire.num_layers, dst.page_tokens, wire.page_tokens, _row(wire), wire.order.is_latent,
+            wire.layer_page_bytes, kind, SCATTER_VALUES, num_warps=8,
         )  # fmt: skip
     return good.to(torch.bool)
 
@@ -163,13 +170,22 @@ def unpack_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_
 
 def _add_digests(wire_pages: Tensor, wire: PageLayout, sums: Tensor, seeds: Tensor, keys: Tensor) -> None:
     pages.digest[_grid(wire, wire_pages.shape[0])](
-        wire_pages, sums, seeds, keys, wire_pages.stride(0), wire.layer_page_bytes, BLOCKS_PER_PROGRAM, num_warps=4
+        wire_pages,
+        sums,
+        seeds,
+        keys,
+        wire_pages.stride(0),
+        wire.num_layers,
+        wire.layer_page_bytes,
+        BLOCKS_PER_PROGRAM,
+        num_warps=4,
     )
 
 
-def _grid(wire: PageLayout, n: int) -> tuple[int, int]:
+def _grid(wire: PageLayout, n: int) -> tuple[int]:
+    """One dimension: the others end at 65,535, less than the pages of a million tokens."""
     groups = -(-wire.layer_page_bytes // (BLOCK_BYTES * BLOCKS_PER_PROGRAM))
-    return wire.num_layers * groups, n
+    return (n * wire.num_layers * groups,)
 
 
 def _span(wire_tokens: int, cache_tokens: int) -> int:

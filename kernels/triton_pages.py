@@ -105,18 +105,18 @@ def assemble(parts, PER: tl.constexpr):
 @triton.jit
 def seal(
     caches, ids, out, sums, k_scales, v_scales, seeds, keys,
-    stride_block, stride_head, stride_token, head_start, num_ids, num_blocks, out_stride,
+    stride_block, stride_head, stride_token, head_start, num_ids, num_blocks, out_stride, num_layers,
     SRC_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, ROW: tl.constexpr, LATENT: tl.constexpr,
     LAYER_BYTES: tl.constexpr, SRC_TYPE: tl.constexpr, HOW: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr,
     NB: tl.constexpr,
 ):  # fmt: skip
-    """Grid (layers x groups of NB blocks, pages). caches: int64 [layers] addresses; strides in elements; sums: int64
+    """Grid (pages x layers x groups of NB blocks). caches: int64 [layers] addresses; strides in elements; sums: int64
     [pages], zero; keys: int32; ROW: values of one head and token (K then V), or of a latent row."""
     PER: tl.constexpr = 4 if (HOW == COPY and SRC_TYPE.primitive_bitwidth == 16) else 8
     BLOCKS: tl.constexpr = (LAYER_BYTES + WORDS * 8 - 1) // (WORDS * 8)
     GROUPS: tl.constexpr = (BLOCKS + NB - 1) // NB
-    page = tl.program_id(1).to(tl.int64)
-    layer = tl.program_id(0) // GROUPS
+    page = (tl.program_id(0) // (num_layers * GROUPS)).to(tl.int64)
+    layer = tl.program_id(0) // GROUPS % num_layers
     first = (tl.program_id(0) % GROUPS) * NB
     word = (first + tl.arange(0, NB))[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     live = word < LAYER_BYTES // 8
@@ -158,12 +158,12 @@ def seal(
 
 
 @triton.jit
-def digest(pages, sums, seeds, keys, stride, LAYER_BYTES: tl.constexpr, NB: tl.constexpr):
+def digest(pages, sums, seeds, keys, stride, num_layers, LAYER_BYTES: tl.constexpr, NB: tl.constexpr):
     """Grid as `seal`: add the block hashes of wire pages to sums."""
     BLOCKS: tl.constexpr = (LAYER_BYTES + WORDS * 8 - 1) // (WORDS * 8)
     GROUPS: tl.constexpr = (BLOCKS + NB - 1) // NB
-    page = tl.program_id(1).to(tl.int64)
-    layer = tl.program_id(0) // GROUPS
+    page = (tl.program_id(0) // (num_layers * GROUPS)).to(tl.int64)
+    layer = tl.program_id(0) // GROUPS % num_layers
     first = (tl.program_id(0) % GROUPS) * NB
     word = (first + tl.arange(0, NB))[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     live = word < LAYER_BYTES // 8
@@ -224,16 +224,16 @@ def judge(
 
 @triton.jit
 def scatter(
-    pages, good, caches, ids, stride, stride_block, stride_head, stride_token, head_start, num_ids,
+    pages, good, caches, ids, stride, stride_block, stride_head, stride_token, head_start, num_ids, num_layers,
     CACHE_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, ROW: tl.constexpr, LATENT: tl.constexpr,
     LAYER_BYTES: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (layers x runs of BLOCK values, pages): write the pages with good != 0 into their blocks. TYPE: uint8 or
+    """Grid (pages x layers x runs of BLOCK values): write the pages with good != 0 into their blocks. TYPE: uint8 or
     uint16, the size of a value; BLOCK values a program; strides of the cache in values."""
     VALUES: tl.constexpr = LAYER_BYTES // (TYPE.primitive_bitwidth // 8)
     RUNS: tl.constexpr = (VALUES + BLOCK - 1) // BLOCK
-    page = tl.program_id(1).to(tl.int64)
-    layer = tl.program_id(0) // RUNS
+    page = (tl.program_id(0) // (num_layers * RUNS)).to(tl.int64)
+    layer = tl.program_id(0) // RUNS % num_layers
     value = (tl.program_id(0) % RUNS) * BLOCK + tl.arange(0, BLOCK)
     ok = value < tl.where(tl.load(good + page) != 0, VALUES, 0)
     source = pages + page * stride + layer.to(tl.int64) * LAYER_BYTES
@@ -257,7 +257,7 @@ def scatter(
 
 @triton.jit
 def seal_ds_mla(
-    caches, ids, out, stride_block, stride_token, num_ids, num_blocks, out_stride, num_tokens,
+    caches, ids, out, stride_block, stride_token, num_ids, num_blocks, out_stride,
     SRC_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Grid (wire tokens, layers): one BF16 latent row of 576 -> one `fp8_ds_mla` row of 656 bytes (digest apart)."""

@@ -7,6 +7,8 @@ fit are refused by name.
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -343,3 +345,37 @@ def test_backends_are_chosen_once_and_by_name() -> None:
     assert dispatch.backend_name("cpu") == "numba"
     with pytest.raises(ValueError, match="no kernel backend 'fast'"), dispatch.use_backend("fast"):
         raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("operator", ["seal", "open"])
+def test_the_gil_is_released(operator: str) -> None:
+    """While one thread is inside one call, another one runs Python: it would not if the call kept the GIL."""
+    src = PageLayout(4, 128, 8, 128, PageDtype.BF16, PageOrder.CPU_VEC)
+    wire = src.with_dtype(E4M3, rounding=Rounding.TRUNCATE, k_scales=(0.3,))
+    caches, targets = random_caches(src, 1), random_caches(wire, 64)
+    out = torch.zeros(64, wire.page_bytes, dtype=torch.uint8)
+    digests = dispatch.seal_pages(caches, src, wire, [0] * 64, out, BINDING, 0)
+    span: list[float] = []
+
+    def work() -> None:
+        begin = time.perf_counter()
+        if operator == "seal":
+            dispatch.seal_pages(caches, src, wire, [0] * 64, out, BINDING, 0)
+        else:
+            dispatch.open_pages(out, wire, digests, targets, wire, list(range(64)), BINDING, 0)
+        span.extend((begin, time.perf_counter()))
+
+    # A loaded machine may not let the other thread in during one short call: any of ten is enough.
+    for _ in range(10):
+        span.clear()
+        thread = threading.Thread(target=work)
+        seen = []
+        thread.start()
+        while thread.is_alive():
+            seen.append(time.perf_counter())
+            time.sleep(0.0005)
+        begin, end = span
+        middle = [t for t in seen if begin + (end - begin) * 0.25 < t < begin + (end - begin) * 0.75]
+        if middle:
+            return
+    raise AssertionError("no other thread ran in the middle of any of ten calls")
