@@ -57,11 +57,11 @@ class Campaign:
 
     async def run(self, kind: Kind, seed: int) -> Result:
         rng = random.Random(f"{kind.name}/{seed}")
-        before = await self._status()
+        before = await self.status()
         began = time.monotonic()
         wave = asyncio.create_task(load.wave(self.session, self.url, self.model, rng, SPREAD_S))
         await asyncio.sleep(rng.uniform(*MOMENT_S))
-        status = await self._status()
+        status = await self.status()
         phase = {state: count for state, count in status["tickets"]["by_state"].items() if count}
         pid, victim = targets.find(kind.target, status, self.service.mark, rng)
         await self._hurt(kind, pid, rng)
@@ -84,7 +84,7 @@ class Campaign:
 
     async def _ended_since(self, before: dict[str, Any], kind: Kind, findings: checks.Findings) -> dict[str, int]:
         """Tickets by outcome. Exactly one a request, but for those that a dead frontend had not sent on yet."""
-        after = await self._status()
+        after = await self.status()
         if kind.forgets or after["epoch"] != before["epoch"]:
             return {}
         was, now = before["tickets"]["ended"], after["tickets"]["ended"]
@@ -96,7 +96,7 @@ class Campaign:
             findings.problems.append(f"{ended['cancelled']} tickets cancelled, {findings.broken} connections broken")
         return ended
 
-    async def _status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """Asked until it answers: a frontend or the controller may be away."""
         until = time.monotonic() + 30.0
         while True:
@@ -112,7 +112,7 @@ class Campaign:
 
     async def ready_for(self, kind: Kind) -> bool:
         """Its target is there, and so is what must serve the requests meanwhile."""
-        status = await self._status()
+        status = await self.status()
         decode, prefill = (len(targets.ready_replicas(status, pool)) for pool in ("decode", "prefill"))
         frontends = targets.count(Target.FRONTEND, self.service.mark)
         answering = len(status["frontends"])
@@ -123,6 +123,20 @@ class Campaign:
         if kind.target is Target.FRONTEND:
             return frontends >= 2 and answering >= 2 and decode >= 1
         return decode >= 1 and prefill >= 1 and bool(status["staging"]["nodes"])
+
+    async def whole(self, within_s: float = WHOLE_S) -> None:
+        """Waits until everything that was lost is back. Raises when it is not."""
+        until = time.monotonic() + within_s
+        wanted = {pool: getattr(self.service.spec.pools, pool).replicas for pool in ("prefill", "decode")}
+        frontends = self.service.spec.frontend.replicas
+        while True:
+            status = await self.status()
+            there = {pool: len(targets.ready_replicas(status, pool)) for pool in wanted}
+            if there == wanted and len(status["frontends"]) == frontends and status["staging"]["nodes"]:
+                return
+            if time.monotonic() > until:
+                raise RuntimeError(f"not whole within {within_s:g} s: {there} of {wanted}, {status['frontends']}")
+            await asyncio.sleep(0.5)
 
     async def choose(self, todo: Counter[str]) -> Kind | None:
         """The kind with most runs to go whose target is there; waits for one. None when there is none for long."""
@@ -143,6 +157,6 @@ class Campaign:
                 return
             kind = await self.choose(todo)
             if kind is None:
-                raise RuntimeError(f"nothing to hurt is back within {WHOLE_S:g} s: {await self._status()}")
+                raise RuntimeError(f"nothing to hurt is back within {WHOLE_S:g} s: {await self.status()}")
             todo[kind.name] -= 1
             yield await self.run(kind, seed + number)

@@ -25,6 +25,7 @@ class Findings:
     requests: int = 0
     complete: int = 0
     clear_errors: int = 0
+    left: int = 0  # hung up by the client
     broken: int = 0  # connections of a frontend that was killed
     lost: int = 0
     token_faults: int = 0  # tokens twice, missing, or that do not follow from those before
@@ -42,6 +43,8 @@ def judge(answers: Sequence[Answer], may_break: bool) -> Findings:
             wrong = _whole(answer)
             found.token_faults += bool(wrong)
             found.problems += [f"{name}: {each}" for each in wrong]
+        elif answer.ended == "left":
+            found.left += 1
         elif answer.ended == "error" and _may_fail(answer):
             found.clear_errors += 1
         elif answer.ended == "broken" and may_break:

@@ -21,7 +21,7 @@ from typing import Any
 
 from app.commands.serve import Service
 from cluster.spec import ClusterSpec, parse_overrides
-from ops.survival import report, scaling
+from ops.survival import leaving, report, scaling
 from ops.survival.campaign import Campaign, Result
 from ops.survival.kinds import KINDS
 from ops.survival.load import open_session
@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the topology, such as frontend.replicas=1")
     make.add_argument("--runs", type=int, default=0, help="runs that hurt something")
     make.add_argument("--scale-downs", type=int, default=0, help="runs in which the decode pool loses a replica")
+    make.add_argument("--hang-ups", type=int, default=0, help="runs in which clients leave; every other one queued")
     make.add_argument("--rolling", action="store_true", help="a run that replaces every replica by a changed one")
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=sorted(KINDS), metavar="KIND")
@@ -86,6 +87,9 @@ async def _all(service: Service, args: argparse.Namespace, until: float) -> list
         campaign = Campaign(service, session, say)
         async for result in campaign.runs(args.kinds, args.runs, args.seed, until):
             note(result)
+        for number in range(args.hang_ups):
+            if time.monotonic() < until:
+                note(await (leaving.hang_up_queued if number % 2 else leaving.hang_up)(campaign, args.seed + number))
         for number in range(args.scale_downs):
             if time.monotonic() < until:
                 note(await scaling.scale_down(campaign, args.seed + number))

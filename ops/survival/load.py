@@ -22,7 +22,7 @@ class Answer:
     """What came of one request. `ended`: complete, error (the service said so), broken (the connection ended), hung."""
 
     form: Form
-    ended: str = ""
+    ended: str = ""  # "left": the client hung up
     status: int = 0
     error: str = ""
     prompt_ids: list[int] = field(default_factory=list)
@@ -40,6 +40,16 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         return sum(len(ids) for ids in self.ids.values())
+
+
+async def ask_and_leave(
+    session: aiohttp.ClientSession, url: str, form: Form, body: dict[str, Any], after_s: float
+) -> Answer:
+    """Like `ask`, but hangs up after `after_s`; an answer that is whole by then stays what it is."""
+    try:
+        return await asyncio.wait_for(ask(session, url, form, body), after_s)
+    except TimeoutError:
+        return Answer(form, ended="left")
 
 
 async def ask(session: aiohttp.ClientSession, url: str, form: Form, body: dict[str, Any]) -> Answer:

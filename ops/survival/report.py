@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("requests", "complete", "clear_errors", "broken", "lost", "token_faults")
+COLUMNS = ("requests", "complete", "clear_errors", "left", "broken", "lost", "token_faults")
 HEAD = ("kind", "runs", *(name.replace("_", " ") for name in COLUMNS), "leaked", "tokens", "at rest after s", "good")
 
 

@@ -22,11 +22,11 @@ async def scale_down(campaign: Campaign, seed: int) -> Result:
     """One replica of two leaves in the middle of a wave; it takes no new ticket, finishes, and is gone when empty."""
     rng = random.Random(f"scale-down/{seed}")
     await resize(campaign, 2)
-    before = await campaign._status()
+    before = await campaign.status()
     began = time.monotonic()
     wave = asyncio.create_task(load.wave(campaign.session, campaign.url, campaign.model, rng, 4.0))
     await asyncio.sleep(rng.uniform(0.5, 4.0))
-    status = await campaign._status()
+    status = await campaign.status()
     phase = {state: count for state, count in status["tickets"]["by_state"].items() if count}
     await set_target(1)
     more, leaving = await _watch_leaving(campaign)
@@ -34,7 +34,7 @@ async def scale_down(campaign: Campaign, seed: int) -> Result:
     findings = checks.judge(answers, may_break=False)
     findings.problems += more
     leaked, rest_s = await checks.rest(campaign.session, campaign.url)
-    after = await campaign._status()
+    after = await campaign.status()
     ended = {name: after["tickets"]["ended"][name] - before["tickets"]["ended"][name] for name in ("done", "failed")}
     if ended != {"done": findings.complete, "failed": 0}:
         findings.problems.append(f"{findings.complete} complete answers, tickets ended {ended}")
@@ -47,7 +47,7 @@ async def _watch_leaving(campaign: Campaign) -> tuple[list[str], str]:
     until = time.monotonic() + LEAVE_S
     leaving, tickets, problems = "", 1 << 30, list[str]()
     while time.monotonic() < until:
-        status = await campaign._status()
+        status = await campaign.status()
         replicas = status["pools"]["decode"]["replicas"]
         draining = [each for each in replicas if each["state"] == "draining"]
         if draining:
@@ -73,7 +73,7 @@ async def resize(campaign: Campaign, count: int) -> None:
     until = time.monotonic() + WHOLE_S
     await set_target(count)
     while time.monotonic() < until:
-        if len(targets.ready_replicas(await campaign._status(), "decode")) == count:
+        if len(targets.ready_replicas(await campaign.status(), "decode")) == count:
             return
         await asyncio.sleep(0.25)
     raise RuntimeError(f"the decode pool has not got {count} replicas within {WHOLE_S:g} s")
@@ -97,7 +97,7 @@ async def rolling_update(campaign: Campaign, seed: int, changed: ClusterSpec) ->
 
 
 async def replicas_of(campaign: Campaign) -> set[str]:
-    status = await campaign._status()
+    status = await campaign.status()
     found = {str(each["replica_id"]) for pool in status["pools"].values() for each in pool["replicas"]}
     return found | set(status["frontends"])
 

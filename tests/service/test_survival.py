@@ -1,0 +1,36 @@
+"""Parts of the running service are killed in the middle of a wave of requests; `python -m ops.survival` does it longer.
+
+Every request ends exactly once and whole (or with the one clear error it may have), nothing is held afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from app.commands.serve import Service
+from ops.survival.campaign import Campaign
+from ops.survival.kinds import KINDS
+from ops.survival.load import open_session
+
+CASES = ("transfer-kill", "controller-kill", "frontend-kill", "decode-core-kill")
+SEED = int(os.environ.get("PAGEFERRY_SEED", "3"))
+
+
+@pytest.fixture(autouse=True)
+def _(quiet: Any) -> None:
+    """Every test of this module leaves nothing behind."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+async def test_a_wave_of_requests_survives(service: Service, name: str) -> None:
+    kind = KINDS[name]
+    async with open_session() as session:
+        campaign = Campaign(service, session, print)
+        result = await campaign.run(kind, SEED)
+        assert result.good, (result.findings.problems, result.leaked, result.phase)
+        assert result.findings.complete + result.findings.clear_errors + result.findings.broken == 13
+        await campaign.whole()
