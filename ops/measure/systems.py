@@ -215,7 +215,7 @@ class Running:
                 if answer.status != 200:
                     return False
             async with session.get(f"{self.spec.url}/v1/models") as answer:
-                served = (await answer.json()).get("data", []) if answer.status == 200 else []
+                served = (await answer.json(content_type=None)).get("data", []) if answer.status == 200 else []
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return False
         return any(model["id"] == self.spec.model for model in served)
