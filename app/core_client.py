@@ -151,7 +151,14 @@ class FerryCoreClient:
         link = self.links.get(replica_id)
         if link is None or link.closed:
             index = self._free_indices.pop() if self._free_indices else 0
-            link = Link(replica_id, index, self.decode.outputs(replica_id), self._outputs.put_nowait, self._link_closed)
+            link = Link(
+                replica_id,
+                index,
+                self.decode.outputs(replica_id),
+                self._outputs.put_nowait,
+                self._link_closed,
+                lambda: any(f.ticket is not None and f.ticket.decode == replica_id for f in self.families.values()),
+            )
             link.leaving = replica_id in self._leaving
             self.links[replica_id] = link
         return link
@@ -173,8 +180,15 @@ class FerryCoreClient:
     # -- tickets
 
     def hold(self, family: Family) -> None:
+        """From now on the ticket is ours to end. Its stream is opened at once: a replica with one does not leave."""
         if family.ticket is not None:
             self.families[family.ticket.ticket_id] = family
+            self.link(family.ticket.decode)
+        self._settle()  # it may have been somewhere else before
+
+    def _settle(self) -> None:
+        for link in list(self.links.values()):
+            link.settle()
 
     async def close_family(self, family: Family) -> None:
         """No more sequences of this prompt will come."""
@@ -191,6 +205,7 @@ class FerryCoreClient:
         finally:
             if family.ticket is not None:
                 self.families.pop(family.ticket.ticket_id, None)
+                self._settle()
 
     def live_tickets(self) -> tuple[int, ...]:
         return tuple(self.families)

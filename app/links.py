@@ -35,6 +35,7 @@ class Link:
         stream: AsyncIterator[list[bytes]],
         emit: Callable[[EngineCoreOutputs], None],
         on_closed: Callable[[Link], None],
+        expected: Callable[[], bool] = lambda: False,
     ) -> None:
         self.replica_id = replica_id
         self.engine_index = engine_index
@@ -44,6 +45,7 @@ class Link:
         self._stream = stream
         self._emit = emit
         self._on_closed = on_closed
+        self._expected = expected
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self.leaving = False  # close with the last receiver
         self._reason = ""
@@ -59,12 +61,15 @@ class Link:
     def forget(self, engine_id: str) -> None:
         """Later outputs of this id are dropped: no token of a given-up attempt gets through."""
         self._receivers.pop(engine_id, None)
-        if self.leaving and not self._receivers:
-            self.close("the replica is leaving and this frontend has nothing there")
+        self.settle()
 
     def close_when_empty(self) -> None:
         self.leaving = True
-        if not self._receivers:
+        self.settle()
+
+    def settle(self) -> None:
+        """The open stream keeps a leaving replica: it ends when nothing of this frontend is or will be there."""
+        if self.leaving and not self._receivers and not self._expected():
             self.close("the replica is leaving and this frontend has nothing there")
 
     def close(self, reason: str) -> None:

@@ -23,6 +23,7 @@ from app.ports import ControllerGone, ReplicaGone
 from app.story import (
     Action,
     Admit,
+    Admitted,
     AwaitHandOver,
     Broken,
     Carried,
@@ -240,9 +241,12 @@ class Run:
         self._drop_hand_over()
         self.client.observe("lost", 1, {"role": str(report.role)})
         try:
-            return await self.family.lost(self, report, self.client.controller)
+            answer = await self.family.lost(self, report, self.client.controller)
         except ControllerGone as error:
             return Broken(str(error), 503)
+        if isinstance(answer, Admitted):
+            self.client.hold(self.family)
+        return answer
 
     def _now(self) -> EngineCoreRequest:
         """The request as it has to be computed from here on."""
