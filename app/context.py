@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from contextvars import ContextVar
+from collections.abc import Coroutine
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from app.story import Fault
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -29,3 +34,12 @@ def current() -> Caller:
 def cache_salt(tenant: str) -> str:
     """The prefix-cache salt of a tenant: equal on every frontend, never equal between tenants."""
     return hashlib.sha256(f"pageferry tenant {tenant}".encode()).hexdigest()[:32]
+
+
+def detached(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task that belongs to no HTTP request.
+
+    Ray and Serve remember in context variables on whose behalf a call is made, and cancel all calls of a request whose
+    client is gone: also one that other requests live on, as a replica's output stream. What ends a call is our story.
+    """
+    return asyncio.get_running_loop().create_task(work, context=Context())

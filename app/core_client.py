@@ -84,6 +84,7 @@ class FerryCoreClient:
         self.links: dict[ReplicaId, Link] = {}
         self._leaving: dict[ReplicaId, None] = {}
         self.families: dict[int, Family] = {}  # by ticket id, live ones
+        self._releasing: set[asyncio.Task[None]] = set()
         # vLLM's surface
         self.engine_ranks_managed = list(range(num_engines))
         self.resources = SimpleNamespace(engine_dead=False)
@@ -117,8 +118,7 @@ class FerryCoreClient:
             run.tell(Cancelled())
             raise
 
-    def admit_request(self, request: EngineCoreRequest, num_sequences: int) -> AdmitRequest:
-        caller = context.current()
+    def admit_request(self, request: EngineCoreRequest, num_sequences: int, caller: context.Caller) -> AdmitRequest:
         params, prompt = request.sampling_params, request.prompt_token_ids or ()
         num_prompt = len(prompt) or (0 if request.prompt_embeds is None else len(request.prompt_embeds))
         return AdmitRequest(
@@ -190,10 +190,13 @@ class FerryCoreClient:
         for link in list(self.links.values()):
             link.settle()
 
-    async def close_family(self, family: Family) -> None:
+    def close_family(self, family: Family) -> None:
         """No more sequences of this prompt will come."""
         family.closed = True
-        await self.release_when_idle(family)
+        if family.idle and family.request is not None:
+            task = context.detached(self.release_when_idle(family))
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
 
     async def release_when_idle(self, family: Family) -> None:
         if not family.idle or family.released:
@@ -297,5 +300,5 @@ class FerryCoreClient:
     async def drained(self, timeout_s: float) -> None:
         """Waits until every request has given back what it held."""
         until = time.monotonic() + timeout_s
-        while (self.runs or self.families) and time.monotonic() < until:
+        while (self.runs or self.families or self._releasing) and time.monotonic() < until:
             await asyncio.sleep(0.05)

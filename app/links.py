@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from actors.nouns import ReplicaId
+from app.context import detached
 from app.ports import ReplicaGone
 
 logger = logging.getLogger("pageferry.frontend")
@@ -49,7 +50,7 @@ class Link:
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self.leaving = False  # close with the last receiver
         self._reason = ""
-        self._pump_task = asyncio.get_running_loop().create_task(self._pump())
+        self._pump_task = detached(self._pump())
 
     async def standing(self) -> None:
         """Returns once the replica has taken the stream: only then do outputs go anywhere. Raises when it is gone."""

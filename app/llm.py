@@ -40,7 +40,7 @@ class FerryLLM(AsyncLLM):
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
         finally:
             FAMILY.reset(token)
-            await self.engine_core.close_family(family)
+            self.engine_core.close_family(family)
 
     async def _add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         try:

@@ -15,7 +15,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from actors.nouns import HandOver, Outcome, ReplicaId, Ticket, Verdict
 from app import forms, story
-from app.context import Caller
+from app.context import Caller, detached
 from app.errors import to_exception
 from app.family import Family
 from app.links import Link
@@ -91,7 +91,7 @@ class Run:
         return not self.tokens or self._story.recovery is not Recovery.NONE
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._main())
+        self._task = detached(self._main())
 
     def tell(self, event: Event) -> None:
         self._inbox.append(event)
@@ -227,7 +227,7 @@ class Run:
 
     async def _admit(self) -> Event:
         started = time.monotonic()
-        request = self.client.admit_request(self.request, self.family.num_sequences)
+        request = self.client.admit_request(self.request, self.family.num_sequences, self.caller)
         try:
             answer = await self.family.admit(self, request, self.client.controller)
         except ControllerGone as error:

@@ -9,6 +9,9 @@ Invariants, checked at the end of every test by `settled`:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import Any
 
 import pytest
 from far_side import FarSide, request, tokens_of, until
@@ -315,7 +318,7 @@ class TestFamily:
                 await client.add_request_async(request(f"{index}_r"))
         finally:
             FAMILY.reset(token)
-            await client.close_family(family)
+            client.close_family(family)
         return family
 
     async def test_one_hand_over_serves_all(self) -> None:
@@ -454,3 +457,41 @@ async def test_a_request_moves_from_a_leaving_replica_only_if_that_is_exact(temp
         d2.emit("r~2", 50, 51, finish=STOP)
         assert await tokens_of(client, "r", 1) == [51]
     await settled(client, far, {"r", "r~2"})
+
+
+async def test_what_other_requests_live_on_does_not_run_on_behalf_of_one() -> None:
+    """Serve cancels every call made in the context of a request whose client is gone."""
+    of_a_request: ContextVar[str] = ContextVar("of_a_request", default="")
+    seen: list[tuple[str, str]] = []
+
+    class Spy(FarSide):
+        async def admit(self, request: Any) -> Any:
+            seen.append(("admit", of_a_request.get()))
+            return await super().admit(request)
+
+        async def prefill(self, *args: Any) -> Any:
+            seen.append(("prefill", of_a_request.get()))
+            return await super().prefill(*args)
+
+        async def submit(self, *args: Any) -> None:
+            seen.append(("submit", of_a_request.get()))
+            await super().submit(*args)
+
+        async def outputs(self, replica_id: str) -> AsyncIterator[list[bytes]]:
+            seen.append(("outputs", of_a_request.get()))
+            async for frames in super().outputs(replica_id):
+                yield frames
+
+        async def ended(self, *args: Any) -> None:
+            seen.append(("ended", of_a_request.get()))
+            await super().ended(*args)
+
+    far = Spy()
+    client = far.client()
+    of_a_request.set("r")
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", 5, finish=STOP)
+    await settled(client, far, {"r"})
+    assert sorted(seen) == [(call, "") for call in ("admit", "ended", "outputs", "prefill", "submit")]
