@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from actors.engine import weights
 from actors.engine.faults import FaultError, Faults
 from actors.engine.integrity import CheckTracker, NoTracker, Proof
 from actors.engine.integrity_worker import TagCheck, forward_of, self_test
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+weights.count_at_load()  # this module is imported by a worker before it loads its model
 
 
 class FerryConnector(KVConnectorBase_V1):
@@ -259,7 +263,8 @@ class FerryWorkerExtension:
         return {
             "layout": half.layout.to_dict(),
             "kv_cache_bytes": sum(cache.numel() * cache.element_size() for cache in caches),
-            "weights_bytes": _weights_bytes(model),
+            "weights_bytes": weights.tensor_bytes(model),
+            "weights_loaded_bytes": weights.loaded_bytes(),
             "pid": os.getpid(),
         }
 
@@ -304,11 +309,3 @@ class FerryWorkerExtension:
         faults: Faults = get_kv_transfer_group().faults
         log, faults.log = faults.log, []
         return log
-
-
-def _weights_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters and buffers, tied ones once."""
-    seen: dict[int, int] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-    return sum(seen.values())

@@ -159,6 +159,7 @@ class _Host:
             engine={
                 "kv_cache_bytes": self.description["kv_cache_bytes"],
                 "weights_bytes": self.description["weights_bytes"],
+                "weights_loaded_bytes": self.description["weights_loaded_bytes"],
                 "worker_pid": self.description["pid"],
                 "replica_pid": os.getpid(),
                 "weights": self.pool.weights or self.spec.model.path,

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from conftest import MODEL
 from vllm.sampling_params import SamplingParams
 
 from actors.nouns import Verdict
@@ -170,3 +172,14 @@ async def test_a_dead_reader_of_another_attempt_opens_nothing(settled: EnginePai
         pass
     opened = await settled.wait_opened((ticket.ticket_id, 1))
     assert opened is not None and opened.verdicts == {Verdict.STALE: 2}
+
+
+async def test_the_announcement_tells_what_the_engine_holds(pair: EnginePair) -> None:
+    assert pair.prefill is not None
+    on_disk = Path(MODEL, "model.safetensors").stat().st_size
+    for host, bytes_per_token in ((pair.prefill, 23_040), (pair.decode, 11_520)):
+        said = host.announcement()
+        assert said.engine["weights_loaded_bytes"] == pytest.approx(on_disk, rel=0.002)
+        assert said.engine["kv_cache_bytes"] == (said.blocks_total + 1) * said.block_tokens * bytes_per_token
+    # The same bytes hold twice the tokens (vLLM's null block aside).
+    assert pair.prefill.layout.page_bytes >= 1.98 * pair.decode.layout.page_bytes
