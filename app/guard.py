@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
@@ -17,6 +18,7 @@ from app.story import Fault
 
 # Where a body can carry arguments that reach the engine as they are.
 CONTAINERS = ("vllm_xargs", "extra_args", "sampling_params", "extra_body")
+HANG_UP_S = 5.0  # vLLM's handlers take milliseconds to stop
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")
 REASONS = {429: "Too Many Requests", 503: "Service Unavailable", 500: "Internal Server Error"}
 
@@ -70,8 +72,9 @@ class Guard:
                     return
                 receive = _replay(body, receive)
             if scope["type"] == "http":
-                send = _Responder(send, caller)
-            await self.app(scope, receive, send)
+                await _run(self.app, scope, receive, _Responder(send, caller))
+            else:
+                await self.app(scope, receive, send)
         finally:
             CALLER.reset(token)
 
@@ -94,6 +97,44 @@ class Guard:
             return None
         message = f"{field} is set by the service and not accepted from outside; remove it"
         return error_response(400, message, "BadRequestError", field)
+
+
+async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Runs the application so that being cancelled is, for it, a client that hangs up.
+
+    Serve cancels the task of a request whose client is gone. vLLM's handlers run in tasks of their own and stop at
+    `http.disconnect`; cancelled from outside they would go on to the end, with nobody to read it.
+    """
+    connection = _Connection(receive, send)
+    task = asyncio.ensure_future(app(scope, connection.receive, connection.send))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        connection.gone.set()
+        await asyncio.wait((task,), timeout=HANG_UP_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
+class _Connection:
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self.gone = asyncio.Event()
+        self._receive = receive
+        self._send = send
+
+    async def receive(self) -> Message:
+        incoming, leaving = asyncio.ensure_future(self._receive()), asyncio.ensure_future(self.gone.wait())
+        try:
+            await asyncio.wait((incoming, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return incoming.result() if incoming.done() else {"type": "http.disconnect"}
+        finally:
+            incoming.cancel()
+            leaving.cancel()
+
+    async def send(self, message: Message) -> None:
+        if not self.gone.is_set():
+            await self._send(message)
 
 
 async def _read(receive: Receive) -> bytes:

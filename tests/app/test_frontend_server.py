@@ -1,0 +1,256 @@
+"""vLLM's own server code and AsyncLLM on the engine core client, over ASGI calls; only the engines are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from far_side import FarSide, until
+from vllm.v1.engine import FinishReason
+
+from actors.nouns import Busy, HandOver, Outcome, Ticket
+from app import asgi, context
+from app.core_client import FerryCoreClient
+from app.llm import FerryLLM
+from app.server import build_server, frontend_config, server_args
+from cluster.spec import ClusterSpec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+WORDS = [28, 29, 30, 31, 32]  # token ids that decode answers with, in turn
+
+
+class Echoing(FarSide):
+    """Decodes answer by themselves: `max_tokens` tokens, one a step; `after` says how many before they stop to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = 10**6
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def submit(self, replica_id: str, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None) -> None:
+        await super().submit(replica_id, frames, ticket, hand_over)
+        engine_id = list(self.decodes[replica_id].submitted)[-1]
+        task = asyncio.ensure_future(self._answer(replica_id, engine_id))
+        self._tasks.add(task)
+
+    async def _answer(self, replica_id: str, engine_id: str) -> None:
+        decode = self.decodes[replica_id]
+        request = decode.submitted[engine_id]
+        assert request.sampling_params is not None
+        count = request.sampling_params.max_tokens or 1
+        for index in range(min(count, self.after)):
+            await asyncio.sleep(0)
+            if engine_id in decode.aborted:
+                return
+            last = index == count - 1
+            cached = 0 if index == 0 else None
+            finish = FinishReason.LENGTH if last else None
+            decode.emit(engine_id, WORDS[index % len(WORDS)], finish=finish, cached=cached)
+
+
+class Server:
+    def __init__(self) -> None:
+        self.far = Echoing()
+        self.missing = ""
+        self.client: FerryCoreClient
+        self.llm: FerryLLM
+
+    async def start(self) -> None:
+        spec = ClusterSpec.load("local-cpu", {"frontend.tenants": {"sk-red": "red", "sk-blue": "blue"}})
+        args = server_args(spec)
+        self.client = FerryCoreClient("f", self.far, self.far, self.far, block_tokens=32, num_engines=2)
+        self.app, _, self.llm = await build_server(
+            spec,
+            args,
+            frontend_config(args, 2048, 100),
+            self.client,
+            status=self._status,
+            audit=self._audit,
+            health=self._health,
+        )
+
+    async def _status(self) -> dict[str, Any]:
+        return {"pools": {}}
+
+    async def _audit(self) -> dict[str, Any]:
+        return {"breaches": []}
+
+    async def _health(self) -> str:
+        return self.missing
+
+    async def ask(
+        self, path: str, body: dict[str, Any] | None = None, key: str = "sk-red"
+    ) -> tuple[int, dict[str, str], bytes]:
+        method = "GET" if body is None else "POST"
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        raw = None if body is None else json.dumps({"model": "smollm2", **body}).encode()
+        reply, *chunks = [item async for item in asgi.call(self.app, method, path, headers, raw)]
+        return reply[0], reply[1], b"".join(chunks)
+
+    async def complete(self, **body: Any) -> tuple[int, dict[str, str], Any]:
+        status, headers, raw = await self.ask("/v1/completions", {"prompt": "Hello there", "max_tokens": 4, **body})
+        stream = headers["content-type"].startswith("text/event-stream")
+        return status, headers, raw.decode() if stream else json.loads(raw)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def started() -> AsyncIterator[Server]:
+    made = Server()
+    await made.start()
+    yield made
+    made.llm.shutdown()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def server(started: Server) -> AsyncIterator[Server]:
+    """Nothing of a test's requests is left in vLLM or in the client."""
+    fresh = Echoing()
+    for port in ("controller", "prefill", "decode"):
+        setattr(started.client, port, fresh)
+    started.far, started.missing = fresh, ""
+    yield started
+    await until(lambda: not started.client.runs and not started.client.families)
+    await until(lambda: not started.llm.output_processor.request_states)
+    assert not started.llm.output_processor.parent_requests
+    for link in list(started.client.links.values()):
+        link.close("the test is over")
+    await until(lambda: not started.client.links)
+
+
+async def test_an_answer_in_vllms_own_words(server: Server) -> None:
+    status, _, body = await server.complete()
+    assert status == 200 and body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 4,
+        "total_tokens": 6,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }
+
+
+async def test_a_stream(server: Server) -> None:
+    status, headers, text = await server.complete(stream=True)
+    assert status == 200 and headers["content-type"].startswith("text/event-stream")
+    assert text.rstrip().endswith("data: [DONE]")
+
+
+async def test_n_sequences_are_one_ticket(server: Server) -> None:
+    _, _, body = await server.complete(n=3, temperature=1.0)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [request.num_sequences for request in server.far.admits] == [3]
+    await until(lambda: server.far.ends)
+    assert server.far.ends == [(1, Outcome.DONE, 12)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_no_room_is_429(server: Server, stream: bool, n: int) -> None:
+    server.far.admit_answer = Busy(reason="decode is full", retry_after_s=7.2)
+    status, headers, body = await server.complete(stream=stream, n=n, temperature=1.0)
+    assert (status, headers["retry-after"]) == (429, "8")
+    assert "decode is full" in body["error"]["message"] and body["error"]["code"] == 429
+
+
+async def test_a_stop_string_stops_decode(server: Server) -> None:
+    text = server.llm.get_tokenizer().decode(WORDS[:3])
+    _, _, body = await server.complete(stop=[text[-1]], max_tokens=500)
+    assert body["choices"][0]["finish_reason"] == "stop"
+    await until(lambda: server.far.decodes["d1"].aborted)
+    await until(lambda: server.far.ends)
+    assert server.far.ends[0][1] is Outcome.DONE
+
+
+async def test_a_decode_that_dies_is_not_noticed(server: Server) -> None:
+    server.far.after = 2
+    server.far.use_prefill = False
+    server.far.lost_answers = [server.far.ticket(1, 2, decode="d2")]
+    whole = asyncio.ensure_future(server.complete(stream=True, max_tokens=4, temperature=0))
+    d1 = server.far.decodes["d1"]
+    await until(lambda: any(run.tokens for run in server.client.runs.values()))
+    await until(lambda: all(len(run.tokens) == 2 for run in server.client.runs.values()))
+    d1.die()
+    _, _, text = await whole
+    choices = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
+    assert choices[-1]["finish_reason"] == "length"
+    # d2 starts its own count: two tokens of d1, then two of d2, and not one of them twice.
+    expected = server.llm.get_tokenizer().decode([*WORDS[:2], *WORDS[:2]])
+    assert "".join(choice["text"] for choice in choices) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_go_on_is_a_clear_error(server: Server, stream: bool) -> None:
+    server.far.after = 2
+    server.far.use_prefill = False
+    body = {"stream": stream, "temperature": 1.0, "presence_penalty": 0.5, "max_tokens": 4}
+    whole = asyncio.ensure_future(server.complete(**body))
+    await until(lambda: server.client.runs and all(len(run.tokens) == 2 for run in server.client.runs.values()))
+    server.far.decodes["d1"].die()
+    status, _, answer = await whole
+    if stream:  # its first tokens are out under status 200
+        [error] = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith('data: {"error"')]
+        assert error["error"]["code"] == 503
+    else:
+        assert status == 503 and "cannot be continued exactly" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves(server: Server, stream: bool) -> None:
+    server.far.after = 2
+    call = asgi.call(
+        server.app,
+        "POST",
+        "/v1/completions",
+        {"content-type": "application/json", "authorization": "Bearer sk-red"},
+        json.dumps({"model": "smollm2", "prompt": "Hi", "max_tokens": 9, "stream": stream}).encode(),
+    )
+    reading = asyncio.ensure_future(anext(call))
+    await until(lambda: server.client.runs and all(len(run.tokens) == 2 for run in server.client.runs.values()))
+    if not stream:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    await call.aclose()
+    await until(lambda: server.far.ends)
+    assert server.far.ends == [(1, Outcome.CANCELLED, 2)]
+    assert server.far.decodes["d1"].aborted == list(server.far.decodes["d1"].submitted)
+
+
+async def test_tenants_have_salts_of_their_own_on_every_road(server: Server) -> None:
+    for key in ("sk-red", "sk-blue"):
+        assert (await server.ask("/v1/completions", {"prompt": "x " * 80, "max_tokens": 1}, key))[0] == 200
+    salts = [request.cache_salt for request in server.far.decodes["d1"].submitted.values()]
+    assert salts == [context.cache_salt("red"), context.cache_salt("blue")]
+    red, blue = server.far.admits
+    assert (red.tenant, blue.tenant) == ("red", "blue")
+    assert red.prefix_hashes and not set(red.prefix_hashes) & set(blue.prefix_hashes)
+    assert (await server.ask("/v1/models", key="sk-none"))[0] == 401
+
+
+async def test_health_says_what_is_missing(server: Server) -> None:
+    assert (await server.ask("/health"))[0] == 200
+    server.missing = "no decode replica has joined"
+    status, _, raw = await server.ask("/health")
+    assert status == 503 and json.loads(raw)["error"]["message"] == "no decode replica has joined"
+
+
+async def test_status_and_audit(server: Server) -> None:
+    assert json.loads((await server.ask("/status"))[2]) == {"pools": {}}
+    assert json.loads((await server.ask("/status/audit"))[2]) == {"breaches": []}
+
+
+async def test_forms_that_are_not_offered_say_so(server: Server) -> None:
+    with pytest.raises(NotImplementedError, match="pause_scheduler"):
+        await server.llm.pause_generation()
+
+
+def test_a_fault_keeps_its_time_to_come_back() -> None:
+    from app.errors import to_exception
+    from app.story import Fault
+
+    fault = Fault(429, "no room", 2.0)
+    assert to_exception(fault).fault == replace(fault)
