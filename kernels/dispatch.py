@@ -19,14 +19,15 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from kernels import int4
-from kernels.digest import base_seed, page_seed, to_signed, to_unsigned
-from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, SealBinding, check_convertible
+from kernels import arguments, int4
+from kernels.arguments import BlockIds, Digests
+from kernels.digest import to_unsigned
+from kernels.layout import LayoutError, PageLayout, SealBinding
 
 __all__ = [
     "SealBinding",
@@ -42,9 +43,6 @@ __all__ = [
     "warm_up",
 ]
 
-BlockIds = Sequence[int] | Tensor
-# A numpy array too; numpy itself is not needed here (nor on a GPU machine with only torch and triton).
-Digests = Sequence[int] | Tensor | Any
 
 MODULES = {"reference": "kernels.reference", "numba": "kernels.cpu_numba", "triton": "kernels.triton_backend"}
 WEIGHT_MODULES = {"reference": "kernels.int4", "numba": "kernels.cpu_int4", "triton": "kernels.triton_backend"}
@@ -164,13 +162,13 @@ def seal_pages(
     Returns int64 [n] on the device of `out`: unsigned 64-bit digests in two's complement (`digests_to_ints`).
     Raises LayoutError for layouts that cannot be converted, ValueError for arguments that do not fit them.
     """
-    _check_pair(src, wire, head_start, wire.num_kv_heads, src.num_kv_heads)
-    _check_caches(caches, src)
-    _check_wire("out", out, wire)
-    ids = _block_ids(block_ids, caches[0])
+    arguments.check_pair(src, wire, head_start, wire.num_kv_heads, src.num_kv_heads)
+    arguments.check_caches(caches, src)
+    arguments.check_wire("out", out, wire)
+    ids = arguments.as_block_ids(block_ids, caches[0])
     n = out.shape[0]
-    _check_cover(len(ids), src.page_tokens, n, wire.page_tokens, "source blocks", "wire pages")
-    seeds = _seeds(wire, binding, first_ordinal, n)
+    arguments.check_cover(len(ids), src.page_tokens, n, wire.page_tokens, "source blocks", "wire pages")
+    seeds = arguments.page_seeds(wire, binding, first_ordinal, n)
     if n == 0:
         return torch.empty(0, dtype=torch.int64, device=out.device)
     backend = _load(backend_name(caches[0].device))
@@ -201,16 +199,16 @@ def open_pages(
     """
     if wire.dtype is not dst.dtype:
         raise LayoutError(f"wire pages are {wire.describe()}, the caches {dst.describe()}: open does not convert")
-    _check_pair(wire, dst, head_start, wire.num_kv_heads, dst.num_kv_heads)
-    _check_caches(caches, dst)
-    _check_wire("wire_pages", wire_pages, wire)
-    ids = _block_ids(block_ids, caches[0])
+    arguments.check_pair(wire, dst, head_start, wire.num_kv_heads, dst.num_kv_heads)
+    arguments.check_caches(caches, dst)
+    arguments.check_wire("wire_pages", wire_pages, wire)
+    ids = arguments.as_block_ids(block_ids, caches[0])
     if isinstance(block_ids, Sequence) and len(set(block_ids)) != len(block_ids):
         raise ValueError("block_ids names a block twice: two pages would be written over each other")
     n = wire_pages.shape[0]
-    _check_cover(n, wire.page_tokens, len(ids), dst.page_tokens, "wire pages", "destination blocks")
-    wanted = _digests(digests, n, wire_pages.device)
-    seeds = _seeds(wire, binding, first_ordinal, n)
+    arguments.check_cover(n, wire.page_tokens, len(ids), dst.page_tokens, "wire pages", "destination blocks")
+    wanted = arguments.as_digests(digests, n, wire_pages.device)
+    seeds = arguments.page_seeds(wire, binding, first_ordinal, n)
     if n == 0:
         return torch.empty(0, dtype=torch.bool, device=wire_pages.device)
     backend = _load(backend_name(caches[0].device))
@@ -219,8 +217,8 @@ def open_pages(
 
 def page_digests(wire_pages: Tensor, wire: PageLayout, binding: SealBinding, first_ordinal: int) -> Tensor:
     """int64 [n]: what `seal_pages` returned if these bytes are what it wrote. wire_pages: uint8 [n, page_bytes]."""
-    _check_wire("wire_pages", wire_pages, wire)
-    seeds = _seeds(wire, binding, first_ordinal, wire_pages.shape[0])
+    arguments.check_wire("wire_pages", wire_pages, wire)
+    seeds = arguments.page_seeds(wire, binding, first_ordinal, wire_pages.shape[0])
     if wire_pages.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=wire_pages.device)
     return _load(backend_name(wire_pages.device)).page_digests(wire_pages, wire, seeds)
@@ -236,16 +234,16 @@ def check_tags(page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expect
     first_bad_column: int32 [R], -1 where the row is good) on the tensors' device; on CUDA nothing synchronises.
     """
     if page_tags.dtype is not torch.int64 or page_tags.dim() != 1 or not page_tags.is_contiguous():
-        raise ValueError(f"page_tags must be int64 [P], contiguous, is {_what(page_tags)}")
+        raise ValueError(f"page_tags must be int64 [P], contiguous, is {arguments.shown(page_tags)}")
     if block_table.dtype not in (torch.int32, torch.int64) or block_table.dim() != 2:
-        raise ValueError(f"block_table must be int32 or int64 [R, C], is {_what(block_table)}")
+        raise ValueError(f"block_table must be int32 or int64 [R, C], is {arguments.shown(block_table)}")
     rows, columns = block_table.shape
     if expected.dtype is not torch.int64 or expected.dim() != 2 or expected.shape[0] != rows:
-        raise ValueError(f"expected must be int64 [{rows}, >= {columns}], is {_what(expected)}")
+        raise ValueError(f"expected must be int64 [{rows}, >= {columns}], is {arguments.shown(expected)}")
     if expected.shape[1] < columns:
         raise ValueError(f"expected must have at least {columns} columns, has {expected.shape[1]}")
     if num_pages.dtype not in (torch.int32, torch.int64) or num_pages.shape != (rows,):
-        raise ValueError(f"num_pages must be int32 or int64 [{rows}], is {_what(num_pages)}")
+        raise ValueError(f"num_pages must be int32 or int64 [{rows}], is {arguments.shown(num_pages)}")
     if columns and (block_table.stride(1) != 1 or expected.stride(1) != 1):
         raise ValueError("block_table and expected must have contiguous rows")
     devices = {t.device for t in (page_tags, block_table, num_pages, expected)}
@@ -291,86 +289,3 @@ def unpack_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_
 def digests_to_ints(digests: Tensor) -> list[int]:
     """int64 digests as unsigned Python numbers, for messages."""
     return [to_unsigned(value) for value in digests.tolist()]
-
-
-def _what(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
-
-
-@lru_cache(maxsize=256)
-def _check_pair(src: PageLayout, dst: PageLayout, head_start: int, wire_heads: int, cache_heads: int) -> None:
-    if head_start < 0 or head_start + wire_heads > cache_heads:
-        raise LayoutError(f"heads {head_start}..{head_start + wire_heads} of the cache: it has {cache_heads}")
-    check_convertible(src, dst, head_start=head_start)
-
-
-def _check_caches(caches: Sequence[Tensor], layout: PageLayout) -> None:
-    if len(caches) != layout.num_layers:
-        raise ValueError(f"{len(caches)} caches for {layout.num_layers} layers")
-    kinds: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    if layout.dtype is PageDtype.E4M3:
-        kinds = (torch.uint8, torch.float8_e4m3fn)
-    first = caches[0]
-    if first.dtype not in kinds or tuple(first.shape) != layout.cache_shape(first.shape[0]):
-        raise ValueError(
-            f"cache of layer 0 is {_what(first)}, must be {' or '.join(map(str, kinds))}"
-            f" {list(layout.cache_shape(first.shape[0]))}"
-        )
-    strides = first.stride()
-    if strides[-1] != 1 or (layout.order is not PageOrder.KV_PACKED and not first[:1].is_contiguous()):
-        raise ValueError(
-            f"cache of layer 0 has strides {list(strides)}: a page must be contiguous (values in kv_packed)"
-        )
-    shape, dtype, device = first.shape, first.dtype, first.device
-    for layer, cache in enumerate(caches):
-        # Layers may lie differently far apart, their pages may not differ inside.
-        same = cache.shape == shape and cache.dtype is dtype and cache.device == device
-        if not same or cache.stride()[1:] != strides[1:]:
-            raise ValueError(f"cache of layer {layer} is {_what(cache)} on {cache.device}, layer 0 {_what(first)}")
-
-
-def _check_wire(name: str, pages: Tensor, wire: PageLayout) -> None:
-    if pages.dtype is not torch.uint8 or pages.dim() != 2 or pages.shape[1] != wire.page_bytes:
-        raise ValueError(f"{name} must be uint8 [n, {wire.page_bytes}], is {_what(pages)}")
-    if pages.stride(1) != 1 or (pages.shape[0] > 1 and pages.stride(0) % 16) or pages.data_ptr() % 16:
-        raise ValueError(f"{name} must have contiguous rows that begin at multiples of 16 bytes, is {_what(pages)}")
-
-
-def _check_cover(blocks: int, tokens: int, others: int, other_tokens: int, name: str, other_name: str) -> None:
-    """`others` pages must reach into the last of `blocks`, and not begin behind its end."""
-    total = blocks * tokens
-    if others > -(-total // other_tokens) or others * other_tokens <= total - tokens or (blocks and not others):
-        raise ValueError(
-            f"{blocks} {name} of {tokens} tokens do not go with {others} {other_name} of {other_tokens} tokens"
-        )
-
-
-def _block_ids(block_ids: BlockIds, cache: Tensor) -> Tensor:
-    """int64 [m]. Host ids are checked against the cache; ids on a device are checked by the kernel."""
-    ids = torch.as_tensor(block_ids)
-    if ids.dim() != 1 or (len(ids) and ids.dtype not in (torch.int32, torch.int64)):
-        raise ValueError(f"block_ids must be a list of numbers or int32/int64 [m], is {_what(ids)}")
-    ids = ids.to(torch.int64)
-    if ids.device.type == "cpu" and len(ids):
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= cache.shape[0]:
-            raise ValueError(f"block_ids go from {low} to {high}, the cache has blocks 0..{cache.shape[0] - 1}")
-    return ids
-
-
-def _digests(digests: Digests, n: int, device: torch.device) -> Tensor:
-    if isinstance(digests, Sequence):
-        out = torch.tensor([to_signed(to_unsigned(value)) for value in digests], dtype=torch.int64)
-    else:
-        out = torch.as_tensor(digests)
-        out = out.view(torch.int64) if out.dtype is torch.uint64 else out
-    if out.dtype is not torch.int64 or out.shape != (n,):
-        raise ValueError(f"digests must be {n} 64-bit numbers, is {_what(out)}")
-    return out.to(device)
-
-
-def _seeds(wire: PageLayout, binding: SealBinding, first_ordinal: int, n: int) -> Tensor:
-    if first_ordinal < 0:
-        raise ValueError(f"first_ordinal is {first_ordinal}, must be >= 0")
-    base = base_seed(wire, binding)
-    return torch.tensor([to_signed(page_seed(base, first_ordinal + i)) for i in range(n)], dtype=torch.int64)
