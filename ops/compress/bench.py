@@ -25,7 +25,7 @@ import numpy as np
 
 from ops.compress.families import choose, family_of
 from ops.compress.plan import Options, Plan, make_plan
-from ops.compress.run import Resources, compress, default_workers
+from ops.compress.run import default_workers
 from ops.compress.source import Checkpoint, open_checkpoint
 from ops.compress.tensorfile import read_bytes
 
@@ -72,12 +72,16 @@ def _timed(form: str, way: str, nbytes: int, work: Callable[[], int]) -> Sample:
     return Sample(form, way, nbytes, (time.monotonic_ns() - started) / 1e9, peak)
 
 
-def _ours(source: Path, scratch: Path, workers: int, max_memory: int) -> int:
-    checkpoint, plan = _planned(source)
+def _ours(source: Path, scratch: Path, workers: int, max_memory_gib: float) -> int:
+    """The command as a user runs it, the start of its interpreter included; its own measure of its peak."""
     destination = scratch / "int4"
-    figures = compress(checkpoint, plan, destination, Resources(workers, max_memory))
+    command = [sys.executable, "-m", "app.cli", "compress", str(source), str(destination), "--json",
+               "--workers", str(workers), "--max-memory", str(max_memory_gib)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
     shutil.rmtree(destination)
-    return figures.peak_bytes
+    return int(json.loads(done.stdout)["run"]["peak_bytes"])
 
 
 def _read_all(source: Path) -> int:
@@ -155,14 +159,14 @@ def hardware_line() -> str:
 
 def _round(args: argparse.Namespace, form: str, source: Path, nbytes: int, scratch: Path) -> list[Sample]:
     """Every way once."""
-    bound, counts = int(args.max_memory * 2**30), sorted({1, args.workers or default_workers()})
+    counts = sorted({1, args.workers or default_workers()})
     samples = [
         _timed(form, "read the files", nbytes, lambda: _read_all(source)),
         _timed(form, "copy in memory, 1 core", nbytes, lambda: _copy_all(nbytes)),
         _kernel(form, nbytes),
     ]
     for count in counts:
-        ours = functools.partial(_ours, source, scratch, count, bound)
+        ours = functools.partial(_ours, source, scratch, count, args.max_memory)
         samples.append(_timed(form, f"pageferry, {count} workers", nbytes, ours))
     if args.calibrator_site:
         samples += [_peer(form, source, scratch, args.calibrator_site, count) for count in counts]
