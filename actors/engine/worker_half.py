@@ -87,8 +87,7 @@ class WorkerHalf:
         self.layout = layouts.describe(kv_caches, layers, cache_dtype)
         self._caches = list(kv_caches.values())
         # Loads (at the very first time compiles) the kernels now and not inside the first request's step.
-        page = torch.zeros((1, self.layout.page_bytes), dtype=torch.uint8, device=self._caches[0].device)
-        dispatch.page_digests(page, self.layout, SealBinding(0, 0), 0)
+        dispatch.warm_up(self._caches[0].device)
 
     def _wire(self, order: SealOrder) -> PageLayout:
         key = repr(order.wire_layout)
