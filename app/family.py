@@ -85,8 +85,12 @@ class Family:
                 report.ticket, report.role, report.replica_id, report.reason, self.num_output_tokens, self.request
             )
             self._answers[attempt] = asyncio.ensure_future(call)
-        self.carried(attempt, run.request_id)
-        return await self._answer(attempt, run)
+        answer = await self._answer(attempt, run)
+        # The old attempt is void for all: who still follows it, or decodes under it, must come here as well.
+        for sibling in list(self.members.values()):
+            if sibling is not run:
+                sibling.left_behind(attempt)
+        return answer
 
     async def _answer(self, key: int, run: Run) -> Admitted | Refused:
         # A sibling that is cancelled while it waits must not take the others' answer with it.

@@ -98,11 +98,23 @@ class Run:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
+    def left_behind(self, attempt: int) -> None:
+        """A sibling has got the ticket's next attempt; every engine drops what is left of this one."""
+        ticket = self._story.ticket
+        if ticket is not None and ticket.attempt <= attempt:
+            self.decode_lost(ticket.decode, "the request goes on elsewhere")
+
     def decode_lost(self, replica_id: ReplicaId, reason: str) -> None:
         self.tell(DecodeLost(replica_id, reason, len(self.tokens)))
 
     def accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """Called by the link for every output of the current submission."""
+        if output.finish_reason is FinishReason.ABORT:
+            # Not by our wish, or we would not listen any more: the controller had the replica drop it.
+            replica = self._link.replica_id if self._link is not None else ""
+            self._unregister()
+            self.decode_lost(replica, "its replica was told to drop it")
+            return None
         first = not self.tokens
         if self._silent and output.new_token_ids:
             self._silent = False
@@ -127,8 +139,7 @@ class Run:
         if output.finish_reason is not None:
             self._engine_finished = True
             failed = output.finish_reason is FinishReason.ERROR
-            aborted = output.finish_reason is FinishReason.ABORT
-            self.tell(Finished(Outcome.FAILED if failed else Outcome.CANCELLED if aborted else Outcome.DONE))
+            self.tell(Finished(Outcome.FAILED if failed else Outcome.DONE))
         return output
 
     def _restate(self, stats: PrefillStats, cached: int) -> None:

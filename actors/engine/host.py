@@ -262,9 +262,13 @@ class _Host:
                 await self._fail(f"{self.replica_id} was silent for too long and has been fenced")
             if reply.cancel:
                 gone = dict(sorted(reply.cancel))  # the latest attempt of each ticket; a later one stays
-                await self._abort(
-                    [r for r, live in self._live.items() if live.ticket.attempt <= gone.get(live.ticket.ticket_id, 0)]
-                )
+                dropped = {
+                    r: live
+                    for r, live in self._live.items()
+                    if live.ticket.attempt <= gone.get(live.ticket.ticket_id, 0)
+                }
+                await self._abort(list(dropped))
+                self._report_dropped(dropped)
         except Exception as error:  # Ray's many ways to say that an actor is away
             self._events = events + self._events
             logger.warning("controller is not there: %s", error)
@@ -325,6 +329,9 @@ class _Host:
             await self._ask_transfer(method, *args, timeout_s=BEGIN_READ_S)
         except ReplicaError as error:
             logger.warning("%s", error)
+
+    def _report_dropped(self, dropped: dict[str, _Live]) -> None:
+        """They ended by the controller's wish: a frontend that still waits for one must not wait for ever."""
 
     def _decode_request(self, frames: list[bytes]) -> Any:
         return self._decoder.decode(frames)
@@ -512,6 +519,14 @@ class DecodeHost(_Host):
             with_stats = stats if frontend_id == counted_by else None
             if share or with_stats is not None:
                 queue.put_nowait(self._encode(outputs, share, with_stats))
+
+    def _report_dropped(self, dropped: dict[str, _Live]) -> None:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+        for request_id, live in dropped.items():
+            if (queue := self._streams.get(live.frontend_id)) is not None:
+                output = EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
+                queue.put_nowait(self._encode(EngineCoreOutputs(timestamp=time.monotonic()), [output], None))
 
     def _encode(self, outputs: Any, share: list[Any], stats: Any) -> list[bytes]:
         from vllm.v1.engine import EngineCoreOutputs

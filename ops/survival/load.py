@@ -14,7 +14,7 @@ import aiohttp
 
 from ops.survival.forms import FORMS, Form
 
-REQUEST_TIMEOUT_S = 150.0
+REQUEST_TIMEOUT_S = 75.0  # a hung process is fenced in 15 to 30 s
 
 
 @dataclass(slots=True)
