@@ -112,10 +112,11 @@ class Frontend:
     async def _heartbeat_loop(self) -> None:
         """Says which tickets live here; a controller that has come back asks for all that is known of them."""
         epoch = 0
+        hung_s = 2 * self.spec.admission.fence_after_s
         while True:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
             try:
-                reply = await self.controller.heartbeat(self.client.live_tickets())
+                reply = await asyncio.wait_for(self.controller.heartbeat(self.client.live_tickets()), hung_s)
                 if reply.epoch != epoch:
                     await self.controller.configure(self.spec.model_dump_json())
                     epoch = reply.epoch
@@ -123,6 +124,9 @@ class Frontend:
                     await self.controller.adopt(self.client.claims())
                 for order in reply.orders:
                     self.client.obey(order)
+            except TimeoutError:
+                logger.error("the controller has not answered for %g s: it is started again", hung_s)
+                self.controller.restart()
             except Exception as error:
                 logger.warning("controller: %s", error)
 

@@ -121,6 +121,12 @@ class RemoteController:
         self._stamp = reply.stamp
         return reply
 
+    def restart(self) -> None:
+        """It hangs: Ray ends the process and begins its next life. What waits for an answer is asked again there."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor, no_restart=False)
+
     async def configure(self, spec_json: str) -> None:
         await self._call("configure", spec_json, patience_s=1.0)
 

@@ -62,6 +62,7 @@ KINDS = {
         Kind("transfer-hang", Target.TRANSFER, signal.SIGSTOP),
         Kind("transfer-pause", Target.TRANSFER, signal.SIGSTOP, (0.5, 6.0)),
         Kind("controller-kill", Target.CONTROLLER),
+        Kind("controller-hang", Target.CONTROLLER, signal.SIGSTOP),
         Kind("controller-pause", Target.CONTROLLER, signal.SIGSTOP, (0.5, 8.0)),
         Kind("frontend-kill", Target.FRONTEND),
         Kind("frontend-pause", Target.FRONTEND, signal.SIGSTOP, (0.5, 4.0)),
