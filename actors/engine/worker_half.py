@@ -129,7 +129,9 @@ class WorkerHalf:
         begin = (self.rank * num_pages + job.first_page) * wire.page_bytes
         out = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + len(job.block_ids) * wire.page_bytes]
         binding = SealBinding(order.ticket_id, order.attempt)
-        digests = self._seal_into(out.view(len(job.block_ids), wire.page_bytes), wire, job, binding)
+        out = out.view(len(job.block_ids), wire.page_bytes)
+        # On the step's own stream, so that the next step may reuse the pages; the call returns when `out` is whole.
+        digests = dispatch.seal_pages(self._caches, self.layout, wire, job.block_ids, out, binding, job.first_page)
         self.bytes_sealed += out.numel()
         self.seal_ns += time.perf_counter_ns() - started
         message = PagesSealed(
@@ -145,18 +147,6 @@ class WorkerHalf:
         )
         if self.faults is None or self.faults.on_sealed(message, self._link.send):
             self._link.send(message)
-
-    def _seal_into(self, out: torch.Tensor, wire: PageLayout, job: SealJob, binding: SealBinding) -> torch.Tensor:
-        """Seals the job's pages into `out` (uint8 [n, page_bytes], shared memory); int64 [n] digests on the CPU."""
-        assert self.layout is not None
-        device = self._caches[0].device
-        if device.type == "cpu":
-            return dispatch.seal_pages(self._caches, self.layout, wire, job.block_ids, out, binding, job.first_page)
-        # On the step's own stream, so that the pages may be reused by the next step; then down to staging.
-        sealed = torch.empty_like(out, device=device)
-        digests = dispatch.seal_pages(self._caches, self.layout, wire, job.block_ids, sealed, binding, job.first_page)
-        out.copy_(sealed)
-        return digests.cpu()
 
     # -- decode
 
@@ -278,7 +268,7 @@ class WorkerHalf:
         # A stream of this thread's own: the pages belong to a parked request, no running step reads them.
         with torch.cuda.stream(self._side_stream(device)):
             good = dispatch.open_pages(
-                pages.to(device), layout, digests, self._caches, layout, block_ids, binding, first_page
+                pages, layout, digests, self._caches, layout, block_ids, binding, first_page
             ).cpu()
             torch.cuda.current_stream(device).synchronize()
         return good
