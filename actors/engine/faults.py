@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from actors.transfer.channel import PagesSealed
+from actors.transfer.channel import PagesSealed, WriterDone
 from kernels.layout import PageLayout
 from kernels.reference import element_offsets
 
@@ -183,6 +183,9 @@ class Faults:
         if armed.kind == "seal_duplicated":
             send(message)
             return True
+        if armed.kind == "seal_lost":
+            # The proof is lost, not the engine's word that it has let go of the staging bytes.
+            send(WriterDone(ticket_id=message.ticket_id, attempt=message.attempt))
         if armed.kind == "seal_late":
             threading.Timer(armed.delay_s, send, (message,)).start()
         return False

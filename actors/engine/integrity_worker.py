@@ -216,50 +216,46 @@ class TagCheck:
         num_rows = len(req_ids)
         known, pages = self._align(req_ids)
         self.rows_without_claim += num_rows - known
-        firsts: torch.Tensor | None = None
-        founds: torch.Tensor | None = None
-        for metadata in forward.metadata:
-            for begin, table, seq_lens in tables_of(metadata, num_rows, forward.fallback_table):
-                first, found = self._check_table(begin, table, seq_lens, metadata)
-                if begin == 0 and len(first) == num_rows and firsts is None:
-                    firsts, founds = first, found
-                    continue
-                if firsts is None or founds is None:
-                    firsts = torch.full((num_rows,), -1, dtype=torch.int32, device=self.device)
-                    founds = torch.full((num_rows,), -1, dtype=torch.int32, device=self.device)
-                here = slice(begin, begin + len(first))
-                founds[here] = torch.where(first >= 0, found, founds[here])
-                firsts[here] = torch.where(first >= 0, first, firsts[here])
-        if firsts is None or founds is None:
+        # (first row, table, first wrong position of each row or -1): one for each table that attention may read.
+        parts = [
+            (begin, table, self._first_wrong(begin, table, seq_lens, metadata))
+            for metadata in forward.metadata
+            for begin, table, seq_lens in tables_of(metadata, num_rows, forward.fallback_table)
+        ]
+        if not parts:
             return Proof(0, 0)
+        if self.on_cpu and all(int(first.max()) < 0 for _, _, first in parts):
+            return Proof(known, pages)
+        answer = self._combine(num_rows, parts)
+        self._mask(forward, answer[0] >= 0)
         if self.on_cpu:
-            if int(firsts.max()) < 0:
-                return Proof(known, pages)
-            bad = firsts >= 0
-            self._mask(forward, bad)
-            wrong = bad.nonzero().flatten().tolist()
-            return Proof(known, pages, [Mismatch(req_ids[r], int(firsts[r]), int(founds[r])) for r in wrong])
-        self._mask(forward, firsts >= 0)
-        answer = torch.empty((2, num_rows), dtype=torch.int32, pin_memory=True)
-        answer.copy_(torch.stack((firsts, founds)), non_blocking=True)
+            firsts, founds = answer.tolist()
+            wrong = [row for row in range(num_rows) if firsts[row] >= 0]
+            return Proof(known, pages, [Mismatch(req_ids[row], firsts[row], founds[row]) for row in wrong])
+        landed = torch.empty((2, num_rows), dtype=torch.int32, pin_memory=True)
+        landed.copy_(answer, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return _DeviceProof(known, pages, tuple(req_ids), answer, done)
+        return _DeviceProof(known, pages, tuple(req_ids), landed, done)
 
-    def _check_table(
-        self, begin: int, table: torch.Tensor, seq_lens: torch.Tensor, metadata: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """First wrong position of each row (-1: none) and the page found there, both int32 [rows of this table]."""
+    def _first_wrong(self, begin: int, table: torch.Tensor, seq_lens: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """int32 [rows of this table]: the first used position that points at a wrong page, -1 if none does."""
         longest = getattr(metadata, "max_seq_len", None)
         columns = min(table.shape[1], self.expected.shape[1])
         if isinstance(longest, int) and 0 < longest < columns * self.page_tokens:
             columns = -(-longest // self.page_tokens)
         num_pages = (seq_lens + (self.page_tokens - 1)) // self.page_tokens
-        table = table[:, :columns]
-        expected = self.expected[begin : begin + table.shape[0]]
-        _, first = dispatch.check_tags(self.page_tags, table, num_pages, expected[:, :columns])
-        found = table.gather(1, first.clamp(min=0).to(torch.int64)[:, None])[:, 0]
-        return first, found.to(torch.int32)
+        expected = self.expected[begin : begin + table.shape[0], :columns]
+        return dispatch.check_tags(self.page_tags, table[:, :columns], num_pages, expected)[1]
+
+    def _combine(self, num_rows: int, parts: list[tuple[int, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """int32 [2, num_rows]: first wrong position of each row or -1, and the page that its table named there."""
+        answer = torch.full((2, num_rows), -1, dtype=torch.int32, device=self.device)
+        for begin, table, first in parts:
+            page = table.gather(1, first.clamp(min=0).to(torch.int64)[:, None])[:, 0]
+            here = answer[:, begin : begin + len(first)]
+            here.copy_(torch.where(first >= 0, torch.stack((first, page.to(torch.int32))), here))
+        return answer
 
     def _mask(self, forward: Forward, bad: torch.Tensor) -> None:
         """Rows that are bad write nothing and read the null page. Device operations only."""

@@ -18,7 +18,7 @@ from ops.rig.pair import EnginePair
 BLOCK_TOKENS = 32
 NUM_PAGES = 192
 HAND_OVER_S = 0.6  # the deadline that lost and late proofs run into
-MAX_TOKENS = 12
+MAX_TOKENS = 9
 
 # Plain statements that a small model continues with confidence: a near tie between two tokens would make the answer
 # depend on which requests share a batch, and hide (or feign) a wrong page.

@@ -74,7 +74,7 @@ async def tables(harness: Harness, trial: Trial, rng: random.Random) -> None:
     # One neighbour shares the victim's prompt head through the prefix cache half of the time.
     victim = await harness.start_request(mine, salt=harness.salt() if rng.random() < 0.5 else None)
     neighbours = [await harness.start_request(p) for p in others]
-    await victim.emitted(rng.randint(2, 5))
+    await victim.emitted(rng.randint(2, 4))
     _placed(trial, await harness.worker_fault(trial.kind, trial.number, victim.request_id))
     at = len(victim.token_ids)
     await asyncio.gather(*(w.ended() for w in [victim, *neighbours]))
