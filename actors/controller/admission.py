@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
 from actors.controller.affinity import HashRing, LoadIndex, PrefixIndex
 from actors.controller.forecast import SECOND, Forecast, blocks_for, outlook
-from actors.controller.registry import Live, Replica
+from actors.controller.registry import Replica
 from actors.nouns import AdmitRequest, ReplicaId, Role, TicketId
 from cluster.spec import AdmissionSpec
 
-CANDIDATES = 4  # least loaded replicas that are looked at closely
+CANDIDATES = 3  # least loaded replicas that are looked at closely
 SESSION_SLACK = 0.25  # a session's own replica may be this much fuller (share of its blocks) than the best one
 PREFIX_WORTH = 0.25  # a full prefix hit is worth this share of a replica's blocks
 PREFILL_FULL_TOKENS = 1 << 20  # in-flight prompt tokens at which the prefill index stops telling loads apart
@@ -39,25 +39,73 @@ class Choice:
 
 @dataclass(slots=True)
 class _Pool:
+    """The replicas of one role and generation."""
+
     index: LoadIndex = field(default_factory=LoadIndex)
     ring: HashRing = field(default_factory=HashRing)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    sizes: dict[ReplicaId, int] = field(default_factory=dict)  # blocks of those in the index
+    largest: int = 0
+    smallest: int = 0
+
+    def resize(self, replica_id: ReplicaId, blocks: int) -> None:
+        """`blocks` 0: it is gone."""
+        if self.sizes.get(replica_id, 0) != blocks:
+            self.sizes[replica_id] = blocks
+            if not blocks:
+                del self.sizes[replica_id]
+            self.largest = max(self.sizes.values(), default=0)
+            self.smallest = min(self.sizes.values(), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a request asks of decode, the same for every candidate."""
+
+    request: AdmitRequest
+    prompt: int  # tokens to have in the cache before the next one can be computed
+    output: int  # tokens at the expected end
+    ends_ns: int
+    token_ns: float
+
+    def blocks(self, block_tokens: int) -> int:
+        return blocks_for(self.request, self.output, block_tokens)
+
+    def growth(self, block_tokens: int) -> float:
+        """Blocks a second."""
+        return self.request.num_sequences * SECOND / (self.token_ns * block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A decode replica with room."""
+
+    rank: tuple[int, float]
+    replica: Replica
+    blocks: int
+    at_end: int
+    peak: int
+    hit_pages: int
+    is_home: bool
+
+    def why(self, prompt: int) -> str:
+        facts = self.replica.announcement
+        then, at_most = self.at_end / facts.blocks_total, self.peak / facts.blocks_total
+        text = f"{facts.replica_id}: {then:.0%} of its KV blocks when this ends, {at_most:.0%} at most before"
+        if self.is_home:
+            text += ", and is the session's own"
+        if self.hit_pages:
+            text += f", and has {min(1.0, self.hit_pages * facts.block_tokens / prompt):.0%} of the prompt cached"
+        return text
 
 
 class Chooser:
     """Keeps the indexes in step with the replicas and picks from them."""
 
-    def __init__(
-        self,
-        spec: AdmissionSpec,
-        forecast: Forecast,
-        replicas: Mapping[ReplicaId, Replica],
-        tickets: Mapping[TicketId, Live],
-    ) -> None:
+    def __init__(self, spec: AdmissionSpec, forecast: Forecast, replicas: Mapping[ReplicaId, Replica]) -> None:
         self._spec = spec
         self._forecast = forecast
         self._replicas = replicas
-        self._tickets = tickets
         self._pools: dict[tuple[Role, str], _Pool] = {}  # by role and generation
 
     def configure(self, spec: AdmissionSpec) -> None:
@@ -73,20 +121,23 @@ class Chooser:
         if not replica.usable:
             pool.index.drop(replica.id)
             pool.ring.drop(replica.id)
+            pool.resize(replica.id, 0)
         elif replica.role is Role.DECODE:
             pool.index.put(replica.id, replica.committed / max(1, replica.announcement.blocks_total))
             pool.ring.add(replica.id)
+            pool.resize(replica.id, replica.announcement.blocks_total)
         else:
             pool.index.put(replica.id, _queued(replica) / PREFILL_FULL_TOKENS)
 
     def forget(self, replica: Replica) -> None:
         """The replica is gone, and its cache with it."""
-        if (pool := self._pools.get((replica.role, replica.announcement.generation))) is not None:
+        key = (replica.role, replica.announcement.generation)
+        if (pool := self._pools.get(key)) is not None:
             pool.index.drop(replica.id)
             pool.ring.drop(replica.id)
-            pool.prefixes.forget(replica.id)
-            if not pool.index and not len(pool.ring):
-                del self._pools[(replica.role, replica.announcement.generation)]
+            pool.resize(replica.id, 0)
+            if not pool.index:
+                del self._pools[key]
 
     def indexed(self, replica: Replica) -> bool:
         pool = self._pools.get((replica.role, replica.announcement.generation))
@@ -96,60 +147,86 @@ class Chooser:
 
     def choose(self, request: AdmitRequest, now_ns: int, generation: str | None = None) -> Choice | None:
         """Replicas for the request, or None when none has room. `generation`: only there (a resumed stream)."""
-        picked = self._decode(request, now_ns, generation or request.generation or None)
-        if picked is None:
-            return None
-        decode, reserved, growth, ends_ns, hit_pages, why = picked
-        home = self._pools[(Role.DECODE, decode.announcement.generation)]
+        forecast = self._forecast
+        output = forecast.output_tokens(request)
         prompt = request.num_prompt_tokens + request.num_output_tokens
-        uncached = max(0, prompt - hit_pages * decode.announcement.block_tokens)
-        prefill, tokens, how = self._prefill(request, decode.announcement.generation, prompt, uncached)
-        home.prefixes.note(request.prefix_hashes, decode.id)
-        return Choice(decode, prefill, reserved, growth, ends_ns, tokens, f"{why}; {how}")
-
-    def _decode(
-        self, request: AdmitRequest, now_ns: int, generation: str | None
-    ) -> tuple[Replica, int, float, int, int, str] | None:
-        output = self._forecast.output_tokens(request)
-        fresh = max(1, output - request.num_output_tokens)
-        prompt = request.num_prompt_tokens + request.num_output_tokens
-        ends_ns = now_ns + int(self._forecast.prompt_token_ns * prompt + self._forecast.token_ns * fresh)
-        best: tuple[tuple[float, float], Replica, int, float, int, str] | None = None
-        for replica, hit_pages, is_home in self._candidates(request, generation):
-            facts = replica.announcement
-            room = int(facts.blocks_total * self._spec.occupancy_limit)
-            need = min(blocks_for(request, output, facts.block_tokens), room)  # an empty replica takes any request
-            growth = request.num_sequences * SECOND / (self._forecast.token_ns * facts.block_tokens)
-            peak, at_end = outlook(replica, self._tickets, now_ns, ends_ns, need, growth)
-            if min(peak, replica.committed + need) > room:
-                continue
-            share = (at_end + peak) / 2 / facts.blocks_total
-            hit = hit_pages * facts.block_tokens / max(1, prompt)
-            score = share - PREFIX_WORTH * min(1.0, hit) - (SESSION_SLACK if is_home else 0.0)
-            rank = (round(score * 64), replica.committed / facts.blocks_total)
-            if best is None or rank < best[0]:
-                at_most, then = peak / facts.blocks_total, at_end / facts.blocks_total
-                why = f"{facts.replica_id}: {then:.0%} of its KV blocks when this ends, {at_most:.0%} at most before"
-                why += ", and is the session's own" if is_home else ""
-                why += f", and has {hit:.0%} of the prompt cached" if hit_pages else ""
-                best = rank, replica, need, growth, hit_pages, why
-        if best is None:
+        lasts_ns = forecast.prompt_token_ns * prompt + forecast.token_ns * max(1, output - request.num_output_tokens)
+        need = _Need(request, prompt, output, now_ns + int(lasts_ns), forecast.token_ns)
+        seat = self._decode(need, now_ns, generation or request.generation or None)
+        if seat is None:
             return None
-        _, replica, need, growth, hit_pages, why = best
-        return replica, need, growth, ends_ns, hit_pages, why
+        facts = seat.replica.announcement
+        uncached = max(0, prompt - seat.hit_pages * facts.block_tokens)
+        prefill, tokens, how = self._prefill(request, facts.generation, prompt, uncached)
+        self._pools[(Role.DECODE, facts.generation)].prefixes.note(request.prefix_hashes, seat.replica.id)
+        return Choice(
+            decode=seat.replica,
+            prefill=prefill,
+            reserved=seat.blocks,
+            growth=need.growth(facts.block_tokens),
+            ends_ns=need.ends_ns,
+            prefill_tokens=tokens,
+            reason=f"{seat.why(prompt)}; {how}",
+        )
 
-    def _candidates(self, request: AdmitRequest, generation: str | None) -> Iterator[tuple[Replica, int, bool]]:
-        """(replica, pages of the prompt it probably has, whether it is the session's own)."""
+    def _decode(self, need: _Need, now_ns: int, generation: str | None) -> _Seat | None:
+        best: _Seat | None = None
         for (role, of_generation), pool in self._pools.items():
-            if role is not Role.DECODE or (generation is not None and of_generation != generation):
+            if role is Role.DECODE and (generation is None or of_generation == generation):
+                seat = self._best(need, pool, self._candidates(need.request, pool), now_ns)
+                if seat is None and pool.smallest != pool.largest:
+                    # The least loaded ones may be too small for it: look at all.
+                    everyone = ((name, 0, False) for name in pool.sizes)
+                    seat = self._best(need, pool, everyone, now_ns)
+                if seat is not None and (best is None or seat.rank < best.rank):
+                    best = seat
+        return best
+
+    def _best(
+        self, need: _Need, pool: _Pool, candidates: Iterable[tuple[ReplicaId, int, bool]], now_ns: int
+    ) -> _Seat | None:
+        best: _Seat | None = None
+        exclude = need.request.exclude
+        for name, hit_pages, is_home in candidates:
+            if name not in pool.sizes or name in exclude:
                 continue
-            home = next((r for r in pool.ring.owners(request.session, 1)), None) if request.session else None
-            pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, [])
-            names = dict.fromkeys([*([home] if home else []), *holders])
-            names |= dict.fromkeys(islice((r for r in pool.index.least() if r not in request.exclude), CANDIDATES))
-            for name in names:
-                if name in pool.index and name not in request.exclude:
-                    yield self._replicas[name], pages if name in holders else 0, name == home
+            replica = self._replicas[name]
+            facts = replica.announcement
+            total = facts.blocks_total
+            room = int(total * self._spec.occupancy_limit)
+            blocks = need.blocks(facts.block_tokens)
+            if blocks > room:
+                if total < pool.largest:
+                    continue
+                blocks = room  # the largest there is takes it when it is empty
+            committed = replica.committed
+            peak, at_end = outlook(replica, now_ns, need.ends_ns, blocks, need.growth(facts.block_tokens))
+            if peak > room and committed + blocks > room:
+                continue
+            score = (at_end + peak) / (2 * total)
+            if hit_pages:
+                score -= PREFIX_WORTH * min(1.0, hit_pages * facts.block_tokens / need.prompt)
+            if is_home:
+                score -= SESSION_SLACK
+            rank = (round(score * 64), committed / total)
+            if best is None or rank < best.rank:
+                best = _Seat(rank, replica, blocks, at_end, peak, hit_pages, is_home)
+        return best
+
+    def _candidates(self, request: AdmitRequest, pool: _Pool) -> list[tuple[ReplicaId, int, bool]]:
+        """(replica, pages of the prompt it probably has, whether it is the session's own)."""
+        home = next(pool.ring.owners(request.session, 1), None) if request.session else None
+        pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, ())
+        found = [(name, pages, name == home) for name in holders]
+        if home is not None and home not in holders:
+            found.append((home, 0, True))
+        taken = len(found)
+        for name in pool.index.least():
+            if name not in holders and name != home and name not in request.exclude:
+                found.append((name, 0, False))
+                if len(found) - taken >= CANDIDATES:
+                    break
+        return found
 
     def _prefill(
         self, request: AdmitRequest, generation: str, prompt: int, uncached: int
@@ -163,17 +240,18 @@ class Chooser:
         pool = self._pools.get((Role.PREFILL, generation))
         if pool is None or not len(pool.index):
             return None, 0, "decode computes the prompt: no prefill replica is ready"
-        pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, [])
-        names = dict.fromkeys(holders) | dict.fromkeys(islice(pool.index.least(), CANDIDATES))
+        pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, ())
         best: tuple[int, Replica, int] | None = None
-        for name in names:
+        for name in (*holders, *islice(pool.index.least(), CANDIDATES)):
             if name not in pool.index or name in request.exclude:
                 continue
             replica = self._replicas[name]
-            hit = pages * replica.announcement.block_tokens if name in holders else 0
-            tokens = max(1, prompt - hit)
-            if best is None or _queued(replica) + tokens < best[0]:
-                best = _queued(replica) + tokens, replica, tokens
+            tokens = prompt
+            if pages and name in holders:
+                tokens = max(1, prompt - pages * replica.announcement.block_tokens)
+            ahead = _queued(replica)
+            if best is None or ahead + tokens < best[0]:
+                best = ahead + tokens, replica, tokens
         if best is None:
             return None, 0, "decode computes the prompt: every prefill replica is excluded"
         ahead, replica, tokens = best

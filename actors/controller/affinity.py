@@ -7,8 +7,8 @@ after every restart (no `hash()`, no randomness).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
 from collections.abc import Iterator
+from functools import lru_cache
 from hashlib import blake2b
 
 from actors.nouns import ReplicaId
@@ -57,7 +57,8 @@ class HashRing:
                     return
 
 
-def landmarks(num_pages: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def landmarks(num_pages: int) -> tuple[int, ...]:
     """The page numbers (1-based, ascending) whose prefix hashes are indexed: 1, 2, 4, 8, then every 16th.
 
     Chained hashes make every landmark stand for its whole prefix, so few are enough; the last page always is one.
@@ -66,58 +67,56 @@ def landmarks(num_pages: int) -> list[int]:
     marks += range(16, num_pages + 1, 16)
     if num_pages and (not marks or marks[-1] != num_pages):
         marks.append(num_pages)
-    return marks
+    return tuple(marks)
 
 
 class PrefixIndex:
-    """Which replicas have probably cached which prompt prefixes; least recently used ones are forgotten.
+    """Which replicas have probably cached which prompt prefixes.
 
-    A guess, never a promise: the engine's own prefix cache decides what is a hit.
+    A guess, never a promise: the engine's own prefix cache decides what is a hit, and a holder named here may be gone.
+    What has not been used for a while is forgotten half the index at a time, which costs nothing in between.
     """
 
-    def __init__(self, entries_max: int = 200_000, holders_max: int = 4) -> None:
-        self._entries_max = entries_max
+    def __init__(self, entries_max: int = 100_000, holders_max: int = 2) -> None:
+        self._half = max(1, entries_max // 2)
         self._holders_max = holders_max
-        self._holders: OrderedDict[int, list[ReplicaId]] = OrderedDict()
+        self._young: dict[int, tuple[ReplicaId, ...]] = {}
+        self._old: dict[int, tuple[ReplicaId, ...]] = {}
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._young) + sum(key not in self._young for key in self._old)
 
     def note(self, hashes: tuple[int, ...], replica_id: ReplicaId) -> None:
+        """`replica_id` is about to have this prompt in its cache."""
+        young, old = self._young, self._old
         for mark in landmarks(len(hashes)):
             key = hashes[mark - 1]
-            holders = self._holders.get(key)
+            holders = young.get(key) or old.get(key)
             if holders is None:
-                self._holders[key] = [replica_id]
-                continue
-            self._holders.move_to_end(key)
-            if holders[0] != replica_id:
-                if replica_id in holders:
-                    holders.remove(replica_id)
-                holders.insert(0, replica_id)  # latest first
-                del holders[self._holders_max :]
-        while len(self._holders) > self._entries_max:
-            self._holders.popitem(last=False)
+                young[key] = (replica_id,)
+            elif holders[0] == replica_id:
+                young[key] = holders
+            else:
+                others = [holder for holder in holders if holder != replica_id]
+                young[key] = (replica_id, *others[: self._holders_max - 1])  # latest first
+        if len(young) > self._half:
+            self._young, self._old = {}, young
 
-    def longest(self, hashes: tuple[int, ...]) -> tuple[int, list[ReplicaId]]:
-        """Pages of the longest known prefix, and who holds it (latest first); (0, []) when nobody does."""
+    def longest(self, hashes: tuple[int, ...]) -> tuple[int, tuple[ReplicaId, ...]]:
+        """Pages of the longest known prefix, and who holds it (latest first); (0, ()) when nobody does."""
+        young, old = self._young, self._old
         marks = landmarks(len(hashes))
         low, high = 0, len(marks)  # a known prefix has all its shorter ones known: binary search
+        found: tuple[ReplicaId, ...] = ()
         while low < high:
             middle = (low + high) // 2
-            if hashes[marks[middle] - 1] in self._holders:
-                low = middle + 1
+            key = hashes[marks[middle] - 1]
+            holders = young.get(key) or old.get(key)
+            if holders:
+                low, found = middle + 1, holders
             else:
                 high = middle
-        return (marks[low - 1], self._holders[hashes[marks[low - 1] - 1]]) if low else (0, [])
-
-    def forget(self, replica_id: ReplicaId) -> None:
-        """The replica and its cache are gone."""
-        for key in [key for key, holders in self._holders.items() if replica_id in holders]:
-            holders = self._holders[key]
-            holders.remove(replica_id)
-            if not holders:
-                del self._holders[key]
+        return (marks[low - 1], found) if low else (0, ())
 
 
 class LoadIndex:

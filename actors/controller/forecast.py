@@ -7,11 +7,10 @@ a preemption on decode or an idle block, never a wrong token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.controller.registry import Live, Replica
-from actors.nouns import AdmitRequest, TicketId
+from actors.controller.registry import Replica
+from actors.nouns import AdmitRequest
 
 SECOND = 1_000_000_000
 PRIOR_OUTPUT_TOKENS = 512  # for a request without a useful max_tokens, until answers have been seen
@@ -72,9 +71,7 @@ def blocks_for(request: AdmitRequest, output_tokens: int, block_tokens: int) -> 
     return whole + further * (request.num_sequences - 1)
 
 
-def outlook(
-    replica: Replica, tickets: Mapping[TicketId, Live], now_ns: int, ends_ns: int, need: int, growth: float
-) -> tuple[int, int]:
+def outlook(replica: Replica, now_ns: int, ends_ns: int, need: int, growth: float) -> tuple[int, int]:
     """Blocks on `replica` at the worst moment until `ends_ns`, and at `ends_ns`, with a new request of `need` blocks.
 
     Every ticket grows in a straight line (`growth` blocks a second) to its reservation and is gone after its expected
@@ -84,20 +81,22 @@ def outlook(
     steady = replica.occupancy.blocks_quarantined + replica.unexplained
     level, slope, anchor = 0.0, 0.0, 0.0  # of tickets that end later: sum reserved, sum growth, sum growth * end
     at_end, peak = -1.0, 0.0
-    for end, ticket_id in reversed(replica.ends):
-        live = tickets[ticket_id]
+    growth /= SECOND
+    for end, _, reserved, grows in reversed(replica.ends):
         if end <= now_ns:
-            steady += live.reserved
+            steady += reserved
             continue
-        if at_end < 0 and end <= ends_ns:
-            at_end = level - (anchor - ends_ns * slope) / SECOND
-        level += live.reserved
-        slope += live.growth
-        anchor += live.growth * end
+        if at_end < 0.0 and end <= ends_ns:
+            at_end = level - anchor + ends_ns * slope
+        rate = grows / SECOND
+        level += reserved
+        slope += rate
+        anchor += rate * end
         if end <= ends_ns:
-            then = level - (anchor - end * slope) / SECOND
-            peak = max(peak, then + need - growth * (ends_ns - end) / SECOND)
-    if at_end < 0:
-        at_end = level - (anchor - ends_ns * slope) / SECOND
-    at_end = max(at_end, 0.0) + need
-    return steady + math.ceil(max(peak, at_end)), steady + math.ceil(at_end)
+            then = level - anchor + end * slope + need - growth * (ends_ns - end)
+            if then > peak:
+                peak = then
+    if at_end < 0.0:
+        at_end = level - anchor + ends_ns * slope
+    at_end = (at_end if at_end > 0.0 else 0.0) + need
+    return steady + math.ceil(peak if peak > at_end else at_end), steady + math.ceil(at_end)

@@ -95,7 +95,7 @@ class Machine:
         self._ticked_ns = now_ns
         self.registry = Registry()
         self.forecast = Forecast()
-        self.chooser = Chooser(spec.admission, self.forecast, self.registry.replicas, self.registry.tickets)
+        self.chooser = Chooser(spec.admission, self.forecast, self.registry.replicas)
         self.room = WaitingRoom(spec.admission.queue_max)
         self.autoscaler = Autoscaler(spec, now_ns)
         self.frontends: dict[str, int] = {}  # last heard
@@ -261,8 +261,8 @@ class Machine:
             most = blocks_for(request, request.max_tokens, replica.announcement.block_tokens)
             grown = live.reserved + int(live.growth * longer / SECOND) + 1
             reserved = max(live.reserved, min(grown, most, limit))
-            live.growth = (reserved - live.reserved) * SECOND / longer  # from what it has now to what it may have then
-            self.registry.forecast(live, reserved, now_ns + longer)
+            growth = (reserved - live.reserved) * SECOND / longer  # from what it has now to what it may have then
+            self.registry.forecast(live, reserved, growth, now_ns + longer)
 
     def _leaving(self, event: Leaving, now_ns: int) -> None:
         replica = self.registry.replicas.get(event.replica_id)

@@ -53,7 +53,8 @@ class Replica:
     unexplained: int = 0  # blocks held that no ticket here explains, at the last heartbeat
     inflight_tokens: int = 0  # prompt tokens of tickets that prefill here
     tickets: set[TicketId] = field(default_factory=set)
-    ends: list[tuple[int, TicketId]] = field(default_factory=list)  # expected ends, sorted (decode)
+    # Expected ends of tickets that decode here, sorted: (end, ticket, blocks then, blocks a second until then).
+    ends: list[tuple[int, TicketId, int, float]] = field(default_factory=list)
     cancel: dict[tuple[TicketId, int], int] = field(default_factory=dict)  # to tell; how often still
     counters: dict[str, float] = field(default_factory=dict)
     book: PageBook = field(default_factory=PageBook)
@@ -152,7 +153,7 @@ class Registry:
         decode.tickets.add(live.ticket.ticket_id)
         decode.reserved += live.reserved
         decode.landed += live.reserved if live.state in LANDED else 0
-        insort(decode.ends, (live.ends_ns, live.ticket.ticket_id))
+        insort(decode.ends, (live.ends_ns, live.ticket.ticket_id, live.reserved, live.growth))
 
     def detach(self, live: Live) -> None:
         """Takes the ticket off its replicas; it stays live and waits for a new place."""
@@ -162,7 +163,7 @@ class Registry:
             decode.tickets.discard(ticket_id)
             decode.reserved -= live.reserved
             decode.landed -= live.reserved if live.state in LANDED else 0
-            at = bisect_left(decode.ends, (live.ends_ns, ticket_id))
+            at = bisect_left(decode.ends, (live.ends_ns, ticket_id, -1, 0.0))
             del decode.ends[at]
             live.decode_at = None
 
@@ -220,11 +221,11 @@ class Registry:
         self.ended.pop(ticket_id, None)
         self.ended_requests.pop(request, None)
 
-    def forecast(self, live: Live, reserved: int, ends_ns: int) -> None:
+    def forecast(self, live: Live, reserved: int, growth: float, ends_ns: int) -> None:
         """A ticket outgrew what was reserved for it, or outlived its expected end."""
         decode, prefill = live.decode_at, live.prefill_at
         self.detach(live)
-        live.reserved, live.ends_ns = reserved, ends_ns
+        live.reserved, live.growth, live.ends_ns = reserved, growth, ends_ns
         self.attach(live, decode, prefill)
 
     # -- replicas

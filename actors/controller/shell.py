@@ -20,6 +20,7 @@ import ray
 import ray.util.metrics
 
 from actors.controller import status as view
+from actors.controller.collector import tune_gc
 from actors.controller.events import (
     Admit,
     Adopt,
@@ -90,6 +91,7 @@ class Controller:
 
         spec = ClusterSpec.model_validate_json(spec_json)
         self._machine = Machine(spec, int((time.time() - EPOCH_ZERO_S) * 2), time.monotonic_ns())
+        tune_gc()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
         self._orders: dict[str, asyncio.Queue[Order]] = {}

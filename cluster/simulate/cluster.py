@@ -181,7 +181,8 @@ class ClusterSim:
 
     # -- the run
 
-    def run(self) -> ClusterSim:
+    def run(self, stop: Callable[[], bool] | None = None) -> ClusterSim:
+        """Until every request has ended (or `stop` says so), and then for the time to settle."""
         scenario = self.scenario
         for node in self.nodes:
             node.start(self.controller)
@@ -194,7 +195,7 @@ class ClusterSim:
         if self._sample_ns:
             self.world.at(self._sample_ns, self._sample)
         last_ns = max([arrival.at_ns for arrival in scenario.arrivals], default=0)
-        self.world.run(last_ns + int(scenario.limit_s * SECOND), stop=self._all_ended)
+        self.world.run(last_ns + int(scenario.limit_s * SECOND), stop=stop or self._all_ended)
         self.net.weather.clear()
         self.world.run(self.world.now_ns + int(scenario.settle_s * SECOND))
         return self
