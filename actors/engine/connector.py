@@ -245,7 +245,37 @@ def _add_utilities(connector: FerryConnector) -> None:
         guard = getattr(half.tracker, "guard", None)
         return connector.faults.on_pool(kind, trial, victim, self.scheduler.kv_cache_manager, guard)
 
-    for method in (pageferry_scheduler, pageferry_audit, pageferry_lift_quarantine, pageferry_fault):
+    parked: list[CheckTracker] = []
+
+    def pageferry_integrity_switch(self: Any, on: bool) -> bool:
+        """For measuring, with `integrity.mode: check` and no request alive: everything off and on again in one engine.
+
+        The worker has a method of the same name; call both. Returns whether it was possible.
+        """
+        if on == connector._checking:
+            return True
+        if self.scheduler.requests:
+            return False
+        if on and parked:
+            half.tracker = parked.pop()
+            half.tracker.resume()
+        elif isinstance(half.tracker, CheckTracker):
+            parked.append(half.tracker)
+            half.tracker.pause()
+            half.tracker = NoTracker()
+        else:
+            return False
+        connector._checking = on
+        return True
+
+    methods = (
+        pageferry_scheduler,
+        pageferry_audit,
+        pageferry_lift_quarantine,
+        pageferry_fault,
+        pageferry_integrity_switch,
+    )
+    for method in methods:
         setattr(EngineCore, method.__name__, method)
 
 
@@ -301,6 +331,14 @@ class FerryWorkerExtension:
 
         half: WorkerHalf = get_kv_transfer_group().worker
         return half.land_late(ticket_id)
+
+    def pageferry_integrity_switch(self, on: bool, seals: str) -> None:
+        """The worker's part of the switch for measuring; `seals` as in the configuration."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = get_kv_transfer_group()
+        connector._checking = on and connector.worker.check.enabled
+        connector.worker.set_seals(seals)
 
     def pageferry_fault_log(self) -> list[dict[str, Any]]:
         """What faults did in this worker since the last call."""

@@ -29,17 +29,27 @@ class PoolGuard:
     ) -> None:
         self.pool = manager.block_pool
         self.ledger = ledger
+        self._manager = manager
         self._managers = manager.coordinator.single_type_managers
         self._on_life = on_life
         self._on_released = on_released
         self._scrub_at = 1
         self.blind_to: set[int] = set()  # pages that fault injection takes past the screen below
-        self._chained = self.pool.metrics_collector
-        self.pool.metrics_collector = self
-        self._pool_get, self.pool.get_new_blocks = self.pool.get_new_blocks, self.get_new_blocks
-        self.pool_free, self.pool.free_blocks = self.pool.free_blocks, self.free_blocks
+        self.hook()
+
+    def hook(self) -> None:
+        pool, manager = self.pool, self._manager
+        self._chained, pool.metrics_collector = pool.metrics_collector, self
+        self._pool_get, pool.get_new_blocks = pool.get_new_blocks, self.get_new_blocks
+        self.pool_free, pool.free_blocks = pool.free_blocks, self.free_blocks
         self._manager_free, manager.free = manager.free, self.manager_free
         self._manager_pop, manager.pop_blocks_for_free = manager.pop_blocks_for_free, self.manager_pop
+
+    def unhook(self) -> None:
+        """The pool and the manager as vLLM made them; for measuring what the hooks cost."""
+        self.pool.metrics_collector = self._chained
+        del self.pool.get_new_blocks, self.pool.free_blocks
+        del self._manager.free, self._manager.pop_blocks_for_free
 
     # -- vLLM's metrics collector interface
 

@@ -55,7 +55,8 @@ class WorkerHalf:
         self.layout: PageLayout | None = None
         self.check: Check = NoCheck()
         self.faults = faults
-        self._verified_share = {"off": 0.0, "sampled": sample_rate, "full": 1.0}[seals]
+        self._sample_rate = sample_rate
+        self.set_seals(seals)
         self._caches: list[torch.Tensor] = []
         self._wires: dict[str, PageLayout] = {}
         self._segments = Segments()
@@ -73,6 +74,10 @@ class WorkerHalf:
         self.pages_unverified = 0
 
     # -- set-up
+
+    def set_seals(self, seals: str) -> None:
+        """`off`, `sampled` or `full`."""
+        self._verified_share = {"off": 0.0, "sampled": self._sample_rate, "full": 1.0}[seals]
 
     def register(
         self,

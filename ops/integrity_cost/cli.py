@@ -1,0 +1,116 @@
+"""What integrity costs: `python -m ops.integrity_cost.cli --minutes 4 --file /tmp/pairs.json`.
+
+Every run adds pairs to the file (so that long measurements can be cut into short ones) and prints the table over all
+of them. `--check-alone` measures the batch check without an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ops.integrity_cost.paired import TOKENS, Bench, Pair, spec_for, table
+from ops.measure import facts
+from ops.rig.pair import EnginePair
+
+DEMO_MODEL = ".models/smollm2-135m-instruct"
+
+
+async def measure(
+    model: str, scenarios: list[str], concurrencies: list[int], minutes: float, seed: int, keep: Any
+) -> dict[str, Any]:
+    """Pairs go to `keep` one by one. Returns what the check itself says of its cost."""
+    pair = await EnginePair.start(spec_for(model))
+    try:
+        bench = Bench(pair, seed)
+        for concurrency in concurrencies:  # every shape once before anything counts
+            await bench.measure(scenarios[0], concurrency)
+        until = time.monotonic() + 60 * minutes
+        while time.monotonic() < until:
+            for scenario in scenarios:
+                for concurrency in concurrencies:
+                    keep(await bench.measure(scenario, concurrency))
+        workers = (await pair.decode.audit())["workers"]
+        scheduler = (await pair.decode.audit())["scheduler"]["counters"]
+        return {
+            "check_us": round(workers[0]["check_ns"] / max(1, workers[0]["checks"]) / 1e3, 1),
+            "checks": workers[0]["checks"],
+            "steps_unproven": scheduler.get("integrity_steps_unproven", 0),
+        }
+    finally:
+        await pair.close()
+
+
+def check_alone() -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    import torch
+
+    from kernels.dispatch import backend_name
+    from ops.kernels.bench import tag_figures
+
+    torch.set_num_threads(1)
+    return [asdict(figure) for figure in tag_figures(backend_name("cpu"), repetitions=101)]
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    def cell(value: dict[str, float]) -> str:
+        return f"{value['change_percent']:+.2f} % [{value['low']:+.2f}, {value['high']:+.2f}]"
+
+    lines = [
+        "| scenario | concurrency | pairs | tok/s off | throughput | p95 between tokens | p95 request |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['scenario']} | {r['concurrency']} | {r['pairs']} | {r['tokens_per_s_off']} | {cell(r['tokens_per_s'])} "
+        f"| {cell(r['gap_p95_s'])} | {cell(r['latency_p95_s'])} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ops.integrity_cost.cli", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="measuring time of this run; 0: only print the table"
+    )
+    parser.add_argument("--file", type=Path, default=Path("integrity-pairs.json"), help="pairs are added to it")
+    parser.add_argument("--scenario", choices=("decode", "hand-over", "both"), default="decode")
+    parser.add_argument("--concurrency", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default=DEMO_MODEL)
+    parser.add_argument("--check-alone", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    if args.check_alone:
+        print(json.dumps(check_alone(), indent=1))
+        return 0
+    concurrencies = [int(c) for c in args.concurrency.split(",")]
+    if unknown := [c for c in concurrencies if c not in TOKENS]:
+        parser.error(f"--concurrency {unknown[0]}; measured are {', '.join(map(str, TOKENS))}")
+    scenarios = ["decode", "hand-over"] if args.scenario == "both" else [args.scenario]
+    book: dict[str, Any] = json.loads(args.file.read_text()) if args.file.exists() else {"pairs": [], "runs": []}
+    pairs = [Pair.from_dict(tree) for tree in book["pairs"]]
+
+    def keep(pair: Pair) -> None:
+        pairs.append(pair)
+        book["pairs"].append(pair.to_dict())
+
+    if args.minutes > 0:
+        run = facts.gather(argv)
+        run["command"] = " ".join(["python", "-m", "ops.integrity_cost.cli", *argv])
+        run |= asyncio.run(measure(args.model, scenarios, concurrencies, args.minutes, args.seed + len(pairs), keep))
+        book["runs"].append(run)
+        args.file.write_text(json.dumps(book) + "\n")
+    rows = table(pairs)
+    print(json.dumps({"rows": rows, "runs": book["runs"]}) if args.json else text(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
