@@ -77,6 +77,7 @@ class Autoscaler:
         }
         self._tracks = {Role.PREFILL: _Track(), Role.DECODE: _Track()}
         self._next_ns = now_ns
+        self._blocks = 0.0  # of a decode replica, as last seen: also known while there is none
         self.decisions: deque[tuple[int, ScaleDecision]] = deque(maxlen=REMEMBERED)
 
     def configure(self, spec: ClusterSpec) -> None:
@@ -103,8 +104,10 @@ class Autoscaler:
         if self._scaling.mode == "off" or now_ns < self._next_ns:
             return []
         self._next_ns = now_ns + EVERY_NS
+        decode = decode_load(registry, room, forecast, self._spec, self._blocks, now_ns)
+        self._blocks = decode.per_replica
         wishes = {
-            Role.DECODE: self._wish(Role.DECODE, decode_load(registry, room, forecast, self._spec, now_ns), now_ns),
+            Role.DECODE: self._wish(Role.DECODE, decode, now_ns),
             Role.PREFILL: self._wish(Role.PREFILL, prefill_load(registry, room, self._spec, now_ns), now_ns),
         }
         return self._within_budget(wishes, now_ns)
@@ -175,8 +178,8 @@ class Autoscaler:
         step = min(max(wanted, current - self._scaling.step_down_max), current + self._scaling.step_up_max)
         target = min(max(step, low), high)
         if target != wanted:
-            limit = "its bounds" if step == wanted else "the step limit"
-            why += f"; {wanted} wanted, {limit} say {target}"
+            limit = "its bounds say" if target != step else "the step limit says"
+            why += f"; {wanted} wanted, {limit} {target}"
         return target, why
 
     # -- both pools
@@ -225,13 +228,16 @@ def _warm(replicas: Iterable[Replica], warm_ns: int, now_ns: int) -> tuple[list[
     return warm, len(there) - len(warm)
 
 
-def decode_load(registry: Registry, room: WaitingRoom, forecast: Forecast, spec: ClusterSpec, now_ns: int) -> Load:
+def decode_load(
+    registry: Registry, room: WaitingRoom, forecast: Forecast, spec: ClusterSpec, blocks_seen: float, now_ns: int
+) -> Load:
+    """`blocks_seen`: of a replica, when there is none to ask. With nothing known, all that waits needs one replica."""
     everyone = [r for r in registry.replicas.values() if r.role is Role.DECODE]
     warm, cold = _warm(everyone, int(spec.scaling.warm_up_s * SECOND), now_ns)
     known = [r.announcement.blocks_total for r in everyone if not r.fenced]
-    per_replica = sum(known) / len(known) if known else 1.0
     block_tokens = everyone[0].announcement.block_tokens if everyone else spec.pools.decode.block_tokens
     queued = float(sum(blocks_for(w.request, forecast.output_tokens(w.request), block_tokens) for w in room))
+    per_replica = sum(known) / len(known) if known else blocks_seen or max(1.0, queued)
     there = [r for r in everyone if not r.fenced]
     # A cold replica's own samples do not count, but tickets that were placed on it do: they are there to stay.
     demand = sum(

@@ -1,8 +1,9 @@
 """How long the controller's decisions take in a large cluster: 1,000 decode replicas, 2,000 requests a second.
 
 The machine is driven directly with everything it would hear: admissions with prefix hashes and sessions, seals,
-hand-overs, openings, ends, a heartbeat a second from every replica, ticks. Each `step` is timed with this thread's CPU clock (so that a busy machine does not count);
-engines are a formula (a request ends when its tokens at 25 ms each are out).
+hand-overs, openings, ends, a heartbeat a second from every replica, ticks. Each `step` is timed with this thread's
+CPU clock, so that a busy machine does not count; engines are a formula (a request ends when its tokens at 25 ms each
+are out).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.controller.collector import tune_gc
 from actors.controller.events import Admit, Beat, Ended, Event, FrontendBeat, Join, Reply, Tick, Transfer, WantHandOver
 from actors.controller.machine import Machine
-from actors.controller.collector import tune_gc
 from actors.controller.status import audit
 from actors.nouns import (
     AdmitRequest,
