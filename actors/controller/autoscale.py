@@ -105,7 +105,8 @@ class Autoscaler:
             return []
         self._next_ns = now_ns + EVERY_NS
         decode = decode_load(registry, room, forecast, self._spec, self._blocks, now_ns)
-        self._blocks = decode.per_replica
+        if any(r.role is Role.DECODE for r in registry.replicas.values()):
+            self._blocks = decode.per_replica
         wishes = {
             Role.DECODE: self._wish(Role.DECODE, decode, now_ns),
             Role.PREFILL: self._wish(Role.PREFILL, prefill_load(registry, room, self._spec, now_ns), now_ns),

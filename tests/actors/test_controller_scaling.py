@@ -139,7 +139,7 @@ def test_growth_of_what_runs_is_foreseen() -> None:
 def test_stale_replicas_count_as_full() -> None:
     rig = scaled_rig(2)
     fill(rig, 6)  # 66 of 100 each
-    rig.wait(4.5, beats=("d0",))
+    rig.wait(7, beats=("d0",))
     (decision,) = [each for each in rig.scaled if each.pool is Role.DECODE]
     assert decision.target == 3 and "1 stale and counted as full" in decision.reason
 
