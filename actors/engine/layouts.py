@@ -16,6 +16,17 @@ _DTYPES = {
 }
 _CPU_ISA = {"vec": PageOrder.CPU_VEC, "amx": PageOrder.CPU_AMX}
 _PACKED_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+# One latent row a token, rows of a block one after another.
+_LATENT_BACKENDS = (
+    "AMX_MLA",
+    "CPU_MLA",
+    "CUTLASS_MLA",
+    "FLASHINFER_MLA",
+    "FLASHMLA",
+    "FLASHMLA_SPARSE",
+    "FLASH_ATTN_MLA",
+    "TRITON_MLA",
+)
 
 
 def describe(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], cache_dtype: str) -> PageLayout:
@@ -51,6 +62,8 @@ def describe(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], c
     k_scales = tuple(float(layers[name]._k_scale_float) for name in kv_caches) if scaled else (1.0,)
     v_scales = tuple(float(layers[name]._v_scale_float) for name in kv_caches) if scaled else (1.0,)
     latent = order.is_latent
+    if latent and len(shape) == 4:
+        shape = (shape[0], *shape[2:])
     return PageLayout(
         num_layers=len(kv_caches),
         page_tokens=shape[1] if latent else shape[2],
@@ -75,13 +88,18 @@ def write_pages(
         cache[ids] = part.view(cache.dtype).view(len(block_ids), *cache.shape[1:])
 
 
+def pages_of(cache: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """A layer's cache in the shape that `layout` gives it; a view of the same memory."""
+    return cache.squeeze(1) if layout.order.is_latent and cache.dim() == 4 else cache
+
+
 def _order(backend: str, shape: tuple[int, ...], cache_dtype: str, layer: Any) -> PageOrder:
     if backend == "CPU_ATTN" and len(shape) == 4:
         isa = getattr(layer, "isa", None)
         if isa in _CPU_ISA:
             return _CPU_ISA[isa]
         raise LayoutError(f"CPU attention with isa {isa!r} has no codec; known: {', '.join(_CPU_ISA)}")
-    if "MLA" in backend and len(shape) == 3:
+    if backend in _LATENT_BACKENDS and (len(shape) == 3 or (len(shape) == 4 and shape[1] == 1)):
         return PageOrder.FP8_DS_MLA if cache_dtype == "fp8_ds_mla" else PageOrder.MLA
     if backend in _PACKED_BACKENDS and len(shape) == 4:
         return PageOrder.KV_PACKED

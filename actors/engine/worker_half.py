@@ -90,7 +90,7 @@ class WorkerHalf:
             for name in kv_caches:
                 _set_scales(layers[name], *kv_scales)
         self.layout = layouts.describe(kv_caches, layers, cache_dtype)
-        self._caches = list(kv_caches.values())
+        self._caches = [layouts.pages_of(cache, self.layout) for cache in kv_caches.values()]
         # Loads (at the very first time compiles) the kernels now and not inside the first request's step.
         dispatch.warm_up(self._caches[0].device)
 
