@@ -175,11 +175,22 @@ class TagCheck:
         self, target: torch.Tensor, at: list[npt.NDArray[np.int64]], values: list[npt.NDArray[np.int64]]
     ) -> None:
         """`target.view(-1)[at] = values` on the device, from pinned memory, without waiting."""
-        host = torch.empty((2, sum(map(len, at))), dtype=torch.int64, pin_memory=True)
+        host = self._pinned(sum(map(len, at)), torch.int64)
         host[0].numpy()[:] = np.concatenate(at)
         host[1].numpy()[:] = np.concatenate(values)
         index, value = host.to(self.device, non_blocking=True)
         target.view(-1).index_copy_(0, index, value)
+
+    # The two places where the device road touches CUDA itself; tests run that road on the CPU without them.
+
+    def _pinned(self, num: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((2, num), dtype=dtype, pin_memory=True)
+
+    def _recorded(self) -> Any:
+        """An event behind everything that was given to the device so far."""
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return done
 
     # -- rows
 
@@ -232,11 +243,9 @@ class TagCheck:
             firsts, founds = answer.tolist()
             wrong = [row for row in range(num_rows) if firsts[row] >= 0]
             return Proof(known, pages, [Mismatch(req_ids[row], firsts[row], founds[row]) for row in wrong])
-        landed = torch.empty((2, num_rows), dtype=torch.int32, pin_memory=True)
+        landed = self._pinned(num_rows, torch.int32)
         landed.copy_(answer, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return _DeviceProof(known, pages, tuple(req_ids), landed, done)
+        return _DeviceProof(known, pages, tuple(req_ids), landed, self._recorded())
 
     def _first_wrong(self, begin: int, table: torch.Tensor, seq_lens: torch.Tensor, metadata: Any) -> torch.Tensor:
         """int32 [rows of this table]: the first used position that points at a wrong page, -1 if none does."""

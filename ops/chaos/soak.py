@@ -50,7 +50,7 @@ def spec_for(model: str) -> ClusterSpec:
         "kv_cache_gib": 1,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 64,  # prompts come in chunks, beside running requests
-        "engine_args": {"enforce_eager": True, "num_gpu_blocks_override": NUM_PAGES, "max_num_scheduled_tokens": 64},
+        "engine_args": {"enforce_eager": True, "num_gpu_blocks_override": NUM_PAGES},
     }
     return ClusterSpec.parse(
         {
@@ -103,6 +103,7 @@ class Traffic:
         async def run() -> str:
             reason = ""
             async for output in self.pair.stream(request_id, prompt, params, ticket, hand_over):
+                self.tally.preemptions += sum(e.type.name == "PREEMPTED" for e in output.events or ())
                 if output.finish_reason is not None:
                     reason = f"{output.finish_reason} {output.stop_reason or ''}".strip()
             return reason
@@ -157,7 +158,6 @@ async def soak(model: str, minutes: float, steps: int, seed: int, tally: Tally) 
         tally.rows_checked += int(counters["integrity_rows_checked"])
         tally.pages_checked += int(counters["integrity_pages_checked"])
         tally.alarms += int(counters["integrity_requests_ended"])
-        tally.preemptions += int(counters.get("preemptions", 0))
         tally.seconds += round(time.monotonic() - began, 1)
         tally.runs += 1
     finally:

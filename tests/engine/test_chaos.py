@@ -1,0 +1,100 @@
+"""Every kind of fault, put into a real engine pair with the check on: two trials a kind.
+
+1. It is noticed, by what `KINDS` says has to notice it.
+2. Exactly the victim ends (or nobody, where the pages can be had again); the neighbours' tokens are what they were.
+3. No wrong token leaves the engine.
+4. The engine lives on and its ledger is clean.
+5. Faults that the configuration does not allow are refused.
+6. Without a fault the same requests raise no alarm, and every step is proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from actors.engine.faults import KINDS, FaultError, Faults
+from ops.chaos.cli import passed, summary
+from ops.chaos.harness import Harness, spec_for
+from ops.chaos.trials import run_trial
+
+MODEL = ".models/smollm2-135m-instruct"
+SEED = 7
+TRIALS = 2
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def harness() -> AsyncIterator[Harness]:
+    made = await Harness.start(spec_for(MODEL, tuple(KINDS), SEED, checked=True), SEED)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_fault_is_harmless(harness: Harness, kind: str) -> None:
+    trials = [await run_trial(harness, kind, number) for number in range(TRIALS)]
+    row = summary(kind, trials, failed=0)
+    assert passed(row, checked=True), [*trials, row]
+    by = {"tags": "tag check", "lives": "page lives", "seals": "seal verdict", "ledger": "ledger law"}.get(
+        KINDS[kind].guard, ""
+    )
+    assert all(name.startswith(by) for name in row["by"])
+
+
+async def test_without_a_fault_there_is_no_alarm(harness: Harness) -> None:
+    async def counters() -> dict[str, Any]:
+        found: dict[str, Any] = (await harness.pair.decode.audit())["scheduler"]["counters"]
+        return found
+
+    before = await counters()
+    runs = [await harness.start_request(p, salt=harness.salt()) for p in harness.prompts]
+    over = await harness.seal(harness.prompts[0])
+    runs.append(await harness.start_request(harness.prompts[0], salt=harness.salt(), over=over))
+    await asyncio.gather(*(run.ended() for run in runs))
+    assert all(run.whole for run in runs)
+    after = await counters()
+    grown = {name: after[name] - before[name] for name in after if name.startswith("integrity_")}
+    assert grown["integrity_steps"] > 0 and grown["integrity_checks"] == grown["integrity_steps"]
+    assert grown["integrity_rows_checked"] >= len(runs) and grown["integrity_pages_checked"] > 0
+    assert not grown["integrity_requests_ended"] and not grown["integrity_breaches"]
+    assert after["integrity_steps_unproven"] == 0
+
+
+async def test_the_switch_for_measuring_turns_everything_off_and_on(harness: Harness) -> None:
+    core = harness.pair.decode.core
+    assert await harness.settle() == []
+    assert await core.call_utility_async("pageferry_integrity_switch", False)
+    await core.collective_rpc_async("pageferry_integrity_switch", args=(False, "off"))
+    run = await harness.start_request(harness.prompts[0], salt=harness.salt())
+    await run.ended()
+    assert run.whole
+    audit = await harness.audit()
+    assert audit == {"mode": "off"}
+    assert await harness.settle() == []
+    assert await core.call_utility_async("pageferry_integrity_switch", True)
+    await core.collective_rpc_async("pageferry_integrity_switch", args=(True, "full"))
+    again = await harness.start_request(harness.prompts[0])
+    await again.ended()
+    assert again.whole
+    audit = await harness.audit()
+    assert audit["mode"] == "check" and audit["laws_broken"] == []
+
+
+def test_only_what_is_configured_is_allowed() -> None:
+    assert Faults.of({}) is None and Faults.of({"kinds": [], "seed": 1}) is None
+    with pytest.raises(FaultError, match="known: table_other_request"):
+        Faults.of({"kinds": ["nonsense"]})
+    faults = Faults.of({"kinds": ["bit_flip"], "seed": 3})
+    assert faults is not None
+    with pytest.raises(FaultError, match="allows bit_flip"):
+        faults.arm("stale_tag", 0, 1)
+    assert faults.rng("bit_flip", 4).random() == faults.rng("bit_flip", 4).random()
+    assert faults.rng("bit_flip", 4).random() != faults.rng("bit_flip", 5).random()
