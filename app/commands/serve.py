@@ -58,11 +58,10 @@ def main(argv: list[str]) -> int:
     except (SpecError, DoesNotFit) as error:
         print(f"pageferry serve: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _raise_stop)
-    signal.signal(signal.SIGINT, _raise_stop)
+    _catch_signals()
     service = Service(spec, args.address, args.dashboard_port)
     try:
-        service.start()
+        service.start(_catch_signals)
         service.wait_healthy(args.timeout)
         print(service.welcome(), flush=True)
         service.watch()
@@ -76,6 +75,11 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         service.stop()
     return 0
+
+
+def _catch_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _raise_stop)
 
 
 def _raise_stop(number: int, frame: Any) -> None:
@@ -114,13 +118,15 @@ class Service:
 
     # -- start
 
-    def start(self) -> None:
+    def start(self, ray_is_up: Callable[[], None] = lambda: None) -> None:
+        """`ray_is_up` is called once Ray runs: Ray takes SIGTERM for itself and would abort this process at it."""
         import ray
 
         if self.address is None:
             self._prepare_local()
         say("starting Ray" if self.address is None else f"joining Ray at {self.address}")
         context = ray.init(**self._ray_options())
+        ray_is_up()
         self.dashboard_url = f"http://{context.dashboard_url}" if context.dashboard_url else ""
         self._start_serve()
         self.deploy(self.spec)
