@@ -10,6 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -233,6 +234,13 @@ def _add_utilities(connector: FerryConnector) -> None:
         """Every ledger law, now; breaches and verdicts since the last audit with the pages' histories."""
         return half.tracker.audit(idle=not self.scheduler.requests and half.idle())
 
+    def pageferry_page_deltas(self: Any) -> list[dict[str, Any]]:
+        """For `Heartbeat.pages`: who took which pages (with tags) and gave them back since the last call."""
+        tracker = half.tracker
+        if not isinstance(tracker, CheckTracker):
+            return []
+        return [msgspec.to_builtins(delta, str_keys=True) for delta in tracker.take_page_deltas()]
+
     def pageferry_lift_quarantine(self: Any) -> int:
         """Gives quarantined pages back when no request is alive; returns how many."""
         tracker = half.tracker
@@ -271,6 +279,7 @@ def _add_utilities(connector: FerryConnector) -> None:
     methods = (
         pageferry_scheduler,
         pageferry_audit,
+        pageferry_page_deltas,
         pageferry_lift_quarantine,
         pageferry_fault,
         pageferry_integrity_switch,

@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 
 from actors.engine.integrity_pool import PoolGuard
 from actors.engine.ledger import Breach, Ledger
+from actors.nouns import PageDelta
 
 PAGE_INTEGRITY = "page_integrity"
 REPORTS_KEPT = 64
@@ -154,6 +155,7 @@ class CheckTracker:
         self._proven_at = time.monotonic()
         self._waiting_since = 0.0  # of the oldest step after the last full proof; 0: none
         self._reports: list[dict[str, Any]] = []
+        self._deltas: dict[str, PageDelta] | None = None  # None until somebody asks for them
 
     def bind(self, manager: Any) -> None:
         pool = manager.block_pool
@@ -168,6 +170,8 @@ class CheckTracker:
     def _on_released(self, request_id: str) -> None:
         self._next.claims.pop(request_id, None)
         self._next.gone.append(request_id)
+        if self._deltas is not None:
+            self._deltas[request_id] = PageDelta(request_id=request_id, released=True)
 
     # -- what the scheduler half tells
 
@@ -179,6 +183,9 @@ class CheckTracker:
         tags = self.ledger.claim(request_id, first, block_ids)
         if not tags:
             return
+        if self._deltas is not None:
+            delta = self._deltas.setdefault(request_id, PageDelta(request_id=request_id))
+            delta.added.update(zip(block_ids[have - first :], tags))
         pending = self._next.claims.get(request_id)
         if pending is None:
             self._next.claims[request_id] = (have, list(tags))
@@ -275,6 +282,19 @@ class CheckTracker:
             "proven_s_ago": time.monotonic() - self._proven_at,
             **self.ledger.summary(),
         }
+
+    def take_page_deltas(self) -> list[PageDelta]:
+        """Who took which pages and gave them back since the last call; the first call starts with what is held now."""
+        if self._deltas is None:
+            ledger = self.ledger
+            taken = [
+                PageDelta(request_id=r, added=dict(zip(ledger.pages_of(r), ledger.tags_of(r))))
+                for r in ledger.requests()
+            ]
+        else:
+            taken = list(self._deltas.values())
+        self._deltas = {}
+        return taken
 
     def pause(self) -> None:
         """Hands off the pool, with no request alive: what `NoTracker` would be; for measuring."""
