@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from actors.nouns import HandOver, Outcome, ReplicaId, Ticket, Verdict
@@ -44,6 +43,7 @@ from app.story import (
     Submit,
     Submitted,
 )
+from app.transcript import ReplayDiffers, Transcript
 
 if TYPE_CHECKING:
     from app.core_client import FerryCoreClient
@@ -62,7 +62,7 @@ class Run:
         self.family = family
         self.caller = caller
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.tokens: list[int] = []  # passed on, in order
+        self.transcript = Transcript(request.request_id, client.block_tokens if client.caches_prefixes else None)
         self._story, self._first = story.begin(forms.recovery_of(request))
         self._inbox: deque[Event] = deque()
         self._wake: asyncio.Future[None] | None = None
@@ -70,16 +70,16 @@ class Run:
         self._link: Link | None = None
         self._engine_id = ""
         self._submissions = 0
-        self._to_swallow = 0  # tokens of a replay that are out already
         self._silent = True  # the current submission has sent nothing yet
-        self._cached_tokens: int | None = None  # of the prompt, found in prefill's prefix cache
         self._engine_finished = False
         self._hand_over: asyncio.Future[HandOver | Verdict] | None = None
         self._deadline = 0.0
-        self._started = time.monotonic()
-        self._first_token = self._last_token = 0.0
 
     # -- from outside
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.transcript.tokens
 
     @property
     def decoding(self) -> bool:
@@ -119,52 +119,19 @@ class Run:
         if self._silent and output.new_token_ids:
             self._silent = False
             self.family.carried(self._attempt, self.request_id)
-        if self._to_swallow and (output.new_token_ids or output.finish_reason is not None):
-            replayed = self._swallow(output)
-            if replayed is None:
-                return None
-            output = replayed
-        if not first:
-            output.events = output.prefill_stats = None  # the prompt was queued and computed once, for the client
-        elif output.new_token_ids:
-            self.client.observe("first_token", time.monotonic() - self._started, {})
-        if (stats := output.prefill_stats) is not None and self._cached_tokens is not None:
-            self._restate(stats, self._cached_tokens)
-        if output.new_token_ids:
-            self._last_token = time.monotonic()
-            self._first_token = self._first_token or self._last_token
-        self.tokens.extend(output.new_token_ids)
-        output.request_id = self.request_id
-        output.kv_transfer_params = None
+        try:
+            taken = self.transcript.take(output)
+        except ReplayDiffers as error:
+            self._unregister()
+            self.tell(Broken(str(error)))
+            return None
+        if first and self.tokens:
+            self.client.observe("first_token", self.transcript.first_token - self.transcript.began, {})
         if output.finish_reason is not None:
             self._engine_finished = True
             failed = output.finish_reason is FinishReason.ERROR
             self.tell(Finished(Outcome.FAILED if failed else Outcome.DONE))
-        return output
-
-    def _restate(self, stats: PrefillStats, cached: int) -> None:
-        """What a single engine would report of this prompt: what its own prefix cache had, and what it wrote to it."""
-        prompt, page = stats.num_prompt_tokens, self.client.block_tokens
-        stats.set(prompt, min(cached, prompt), 0)
-        stats.num_cache_creation_tokens = max(0, prompt // page * page - cached) if self.client.caches_prefixes else 0
-
-    def _swallow(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        new = output.new_token_ids
-        done = len(self.tokens) - self._to_swallow
-        overlap = min(len(new), self._to_swallow)
-        same = self.tokens[done : done + overlap] == list(new[:overlap])
-        self._to_swallow -= overlap
-        if not same or (self._to_swallow and output.finish_reason is not None):
-            self._unregister()
-            self.tell(Broken("the decode replica of this request is gone and another one did not reproduce its tokens"))
-            return None
-        if overlap == len(new) and output.finish_reason is None:
-            return None
-        output.new_token_ids = new[overlap:]
-        if output.new_logprobs is not None:
-            output.new_logprobs = output.new_logprobs.slice_request(overlap, len(new) - overlap)
-        output.new_prompt_logprobs_tensors = None
-        return output
+        return taken
 
     # -- the loop
 
@@ -269,7 +236,7 @@ class Run:
         assert ticket.prefill is not None
         started = time.monotonic()
         self._deadline = started + ticket.deadline_s
-        self._cached_tokens = None
+        self.transcript.cached_tokens = None
         # Asked for now, so that the answer is on its way the moment the last page is sealed.
         self._hand_over = asyncio.ensure_future(
             self.client.controller.hand_over(ticket.ticket_id, ticket.attempt, ticket.deadline_s)
@@ -284,7 +251,7 @@ class Run:
         except Exception as error:
             return PrefillLost(f"{type(error).__name__}: {error}".splitlines()[0])
         if not self.tokens:
-            self._cached_tokens = done.num_cached_tokens
+            self.transcript.cached_tokens = done.num_cached_tokens
         self.client.observe("prefill", time.monotonic() - started, {})
         return Prefilled()
 
@@ -311,12 +278,12 @@ class Run:
         started = time.monotonic()
         ticket, replica = action.ticket, action.ticket.decode
         if action.hand_over is None:
-            self._cached_tokens = None
+            self.transcript.cached_tokens = None
         self._unregister()
         self._silent = True
         self._submissions += 1
         self._engine_id = self.request_id if self._submissions == 1 else f"{self.request_id}~{self._submissions}"
-        self._to_swallow = len(self.tokens) if self._story.recovery is Recovery.REPLAY else 0
+        self.transcript.new_engine(replays=self._story.recovery is Recovery.REPLAY)
         self._link = self.client.link(replica)
         self._link.register(self._engine_id, self)
         frames = encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
@@ -378,8 +345,8 @@ class Run:
         self.client.run_ended(self, fault)
 
     def _observe_end(self, end: End) -> None:
-        if len(self.tokens) > 1:
-            self.client.observe("token_gap", (self._last_token - self._first_token) / (len(self.tokens) - 1), {})
+        if (gap_s := self.transcript.token_gap_s) is not None:
+            self.client.observe("token_gap", gap_s, {})
         if end.fault is not None and end.fault.retry_after_s > 0:
             self.client.observe("busy", 1, {})
         self.client.observe("ended", len(self.tokens), {"outcome": str(end.outcome)})
