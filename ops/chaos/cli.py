@@ -17,6 +17,7 @@ from typing import Any
 from actors.engine.faults import KINDS
 from ops.chaos.harness import Harness, spec_for
 from ops.chaos.trials import NotPlaced, Trial, run_trial
+from ops.measure import facts
 
 DEMO_MODEL = ".models/smollm2-135m-instruct"
 
@@ -87,6 +88,18 @@ async def run(
     return rows
 
 
+def merge(file: Path, report: dict[str, Any], argv: list[str]) -> None:
+    """Rows of this run replace those of the same kinds, so that a long campaign can be cut into runs."""
+    book: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"kinds": [], "runs": []}
+    new = {row["kind"] for row in report["kinds"]}
+    rows = [row for row in book["kinds"] if row["kind"] not in new] + report["kinds"]
+    run = {**facts.gather(argv), "command": " ".join(["pageferry", "chaos", *argv]), "seconds": report["seconds"]}
+    order = list(KINDS)
+    book |= {"check": report["check"], "kinds": sorted(rows, key=lambda row: order.index(row["kind"]))}
+    book["runs"].append(run)
+    file.write_text(json.dumps(book, indent=1) + "\n")
+
+
 COLUMNS = (
     ("kind", 24),
     ("guard", 7),
@@ -117,7 +130,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", choices=("on", "off"), default="on", help="off: negative control")
     parser.add_argument("--model", default=DEMO_MODEL)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--out", type=Path, help="also write the JSON there")
+    parser.add_argument("--out", type=Path, help="also put the rows into this JSON file; other kinds in it stay")
     parser.add_argument("--verbose", action="store_true", help="print every trial")
     args = parser.parse_args(argv)
     kinds = list(KINDS) if args.kind == "all" else args.kind.split(",")
@@ -135,7 +148,7 @@ def main(argv: list[str]) -> int:
         "kinds": rows,
     }
     if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        merge(args.out, report, argv)
     if args.json:
         print(json.dumps(report))
     else:
