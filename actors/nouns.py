@@ -99,7 +99,7 @@ class AdmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     exclude: tuple[ReplicaId, ...] = ()  # replicas that this request has seen die or fail
     num_output_tokens: int = 0  # already emitted, when the request is resumed
-    generation: str = ""  # of the model whose tokens these are, see `Announcement`; "": any
+    tokenizer: str = ""  # whose token ids these are, see `Fingerprint`; "": any
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

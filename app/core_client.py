@@ -68,7 +68,7 @@ class FerryCoreClient:
         block_tokens: int,
         caches_prefixes: bool = True,
         num_engines: int = 1,
-        generation: str = "",
+        tokenizer: str = "",
         observe: Observer = _nobody,
     ) -> None:
         self.frontend_id = frontend_id
@@ -76,7 +76,7 @@ class FerryCoreClient:
         self.prefill = prefill
         self.decode = decode
         self.block_tokens = block_tokens
-        self.generation = generation
+        self.tokenizer = tokenizer
         self.caches_prefixes = caches_prefixes
         self.observe = observe
         self.on_fault: Callable[[str, Fault], None] = lambda request_id, fault: None
@@ -132,7 +132,7 @@ class FerryCoreClient:
             session=request.session_id or caller.session,
             tenant=caller.tenant,
             priority=request.priority,
-            generation=self.generation,
+            tokenizer=self.tokenizer,
         )
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:

@@ -46,7 +46,7 @@ class Frontend:
         directory.watch(self._replicas_changed)
 
     async def _start_server(self) -> None:
-        from actors.engine.config import generation
+        from actors.engine.config import tokenizer_of
         from app.core_client import FerryCoreClient
         from app.metrics import observer
         from app.server import build_server, frontend_config, server_args
@@ -63,7 +63,7 @@ class Frontend:
             block_tokens=spec.pools.decode.block_tokens,
             caches_prefixes=spec.pools.prefill.enable_prefix_caching,
             num_engines=spec.pools.decode.bounds[1],
-            generation=generation(spec),
+            tokenizer=tokenizer_of(spec),
             observe=observer(),
         )
         self._asgi, self._fastapi, self.llm = await build_server(

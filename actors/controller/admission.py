@@ -41,6 +41,7 @@ class Choice:
 class _Pool:
     """The replicas of one role and generation."""
 
+    tokenizer: str
     index: LoadIndex = field(default_factory=LoadIndex)
     ring: HashRing = field(default_factory=HashRing)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -117,7 +118,8 @@ class Chooser:
         """After anything about the replica changed."""
         pool = self._pools.get((replica.role, replica.announcement.generation))
         if pool is None:
-            pool = self._pools[(replica.role, replica.announcement.generation)] = _Pool()
+            tokenizer = replica.announcement.fingerprint.tokenizer
+            pool = self._pools[(replica.role, replica.announcement.generation)] = _Pool(tokenizer)
         if not replica.usable:
             pool.index.drop(replica.id)
             pool.ring.drop(replica.id)
@@ -152,7 +154,7 @@ class Chooser:
         prompt = request.num_prompt_tokens + request.num_output_tokens
         lasts_ns = forecast.prompt_token_ns * prompt + forecast.token_ns * max(1, output - request.num_output_tokens)
         need = _Need(request, prompt, output, now_ns + int(lasts_ns), forecast.token_ns)
-        seat = self._decode(need, now_ns, generation or request.generation or None)
+        seat = self._decode(need, now_ns, generation)
         if seat is None:
             return None
         facts = seat.replica.announcement
@@ -172,7 +174,8 @@ class Chooser:
     def _decode(self, need: _Need, now_ns: int, generation: str | None) -> _Seat | None:
         best: _Seat | None = None
         for (role, of_generation), pool in self._pools.items():
-            if role is Role.DECODE and (generation is None or of_generation == generation):
+            speaks = need.request.tokenizer in ("", pool.tokenizer)
+            if role is Role.DECODE and speaks and (generation is None or of_generation == generation):
                 seat = self._best(need, pool, self._candidates(need.request, pool), now_ns)
                 if seat is None and pool.smallest != pool.largest:
                     # The least loaded ones may be too small for it: look at all.

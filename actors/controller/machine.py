@@ -637,7 +637,7 @@ class Machine:
         self._wait_again(live, event.call_id, now_ns)
 
     def _wait_again(self, live: Live, call_id: CallId, now_ns: int) -> None:
-        generation = live.generation if live.num_output_tokens else None
+        generation = (live.generation or None) if live.num_output_tokens else None
         until_ns = now_ns + self._queue_ns
         waiting = Waiting(call_id, live.request, now_ns, until_ns, 0.0, live.ticket.ticket_id, generation)
         if live.ticket.attempt > ALONE_AFTER:  # what keeps failing is tried ever more slowly, to outlive a storm
@@ -776,7 +776,7 @@ class Machine:
         live.growth = request.num_sequences * SECOND / (self.forecast.token_ns * block_tokens)
         live.ends_ns = now_ns + int(self.forecast.token_ns * max(1, output - claim.num_output_tokens))
         live.prefill_tokens = ticket.num_prompt_tokens
-        live.generation = decode.announcement.generation if decode else request.generation
+        live.generation = decode.announcement.generation if decode else ""
         self._add("claimed")
         self.registry.open(live)
         if claim.decoding or ticket.prefill is None:

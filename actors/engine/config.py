@@ -142,12 +142,17 @@ def fingerprint(vllm_config: Any, tokenizer_path: str) -> Fingerprint:
     return Fingerprint(geometry=geometry, tokenizer=hash_tokenizer(tokenizer_path))
 
 
+def tokenizer_of(spec: ClusterSpec) -> str:
+    """What `Fingerprint.tokenizer` is for this cluster's replicas."""
+    return hash_tokenizer(spec.model.tokenizer or spec.model.path)
+
+
 def hash_tokenizer(path: str) -> str:
-    """SHA-256 over the tokenizer's vocabulary files; "" when `path` is no folder (a name in the hub cache)."""
+    """SHA-256 over the tokenizer's vocabulary files; `path` itself when it is no folder (a name in the hub cache)."""
     folder = Path(path)
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not files:
-        return ""
+        return path
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
