@@ -102,10 +102,13 @@ async def _surprise(session: aiohttp.ClientSession, url: str, model: str, answer
             return f"{answer.form.name}: cannot be checked, HTTP {response.status}: {(await response.text())[:200]}"
         positions = (await response.json())["choices"][0]["prompt_logprobs"][len(prompt) :]
     for place, (token, position) in enumerate(zip(ids, positions, strict=True)):
-        best = max(float(each["logprob"]) for each in position.values())
-        mine = float(position[str(token)]["logprob"])
-        if best - mine > UNLIKELY_NATS:
-            return f"{answer.form.name}: token {place} of {len(ids)} is {best - mine:.1f} nats below the likeliest one"
+        best = max(position.values(), key=lambda each: float(each["logprob"]))
+        mine = position[str(token)]
+        if (gap := float(best["logprob"]) - float(mine["logprob"])) > UNLIKELY_NATS:
+            return (
+                f"{answer.form.name}: token {place} of {len(ids)} after {len(prompt)} is {mine['decoded_token']!r}, "
+                f"{gap:.1f} nats less likely than {best['decoded_token']!r}"
+            )
     return ""
 
 

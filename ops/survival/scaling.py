@@ -24,8 +24,8 @@ async def scale_down(campaign: Campaign, seed: int) -> Result:
     await resize(campaign, 2)
     before = await campaign.status()
     began = time.monotonic()
-    wave = asyncio.create_task(load.wave(campaign.session, campaign.url, campaign.model, rng, 4.0))
-    await asyncio.sleep(rng.uniform(0.5, 4.0))
+    wave = asyncio.create_task(load.wave(campaign.session, campaign.url, campaign.model, rng, 3.0))
+    await asyncio.sleep(rng.uniform(0.3, 2.5))
     status = await campaign.status()
     phase = {state: count for state, count in status["tickets"]["by_state"].items() if count}
     await set_target(1)
