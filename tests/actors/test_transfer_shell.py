@@ -1,0 +1,139 @@
+"""A node's transfer actor without Ray: what it does when an engine dies, never shows itself, or asks twice."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+
+from actors.nouns import Lease, Role
+from actors.transfer.channel import Hello, PagesSealed, WorkerLink, WriterDone
+from actors.transfer.shell import KVTransfer
+from ops.rig.pair import LocalHandle, Notary
+
+LEASE_S = 0.3
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.notary = Notary()
+        self.transfer = KVTransfer(uuid.uuid4().hex, 1 << 20, LEASE_S, "")
+        self.transfer._controller = LocalHandle(self.notary)
+
+    async def link(self, engine: str) -> WorkerLink:
+        link = WorkerLink(self.transfer.socket_path, Hello(engine=engine, role=Role.PREFILL, pid=1))
+        await until(lambda: engine in self.transfer._links)
+        return link
+
+    async def lease(self, ticket_id: int, engine: str = "p#0") -> Lease:
+        lease = await self.transfer.lease(ticket_id, 1, 10_000, [engine], 0.1)
+        assert lease is not None
+        return lease
+
+
+async def until(what: object, timeout_s: float = 5.0) -> None:
+    assert callable(what)
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not what():
+        assert asyncio.get_running_loop().time() < deadline, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
+    await made.transfer.start()
+    try:
+        yield made
+    finally:
+        await made.transfer.close()
+
+
+def sealed(ticket_id: int, first_page: int = 0, last: bool = False) -> PagesSealed:
+    return PagesSealed(
+        ticket_id=ticket_id,
+        attempt=1,
+        shard=0,
+        num_shards=1,
+        first_page=first_page,
+        digests=[1, 2],
+        layout_fingerprint="l",
+        num_tokens=64,
+        last=last,
+    )
+
+
+async def test_a_writer_that_dies_gives_back_what_it_had_half_written(rig: Rig) -> None:
+    link = await rig.link("p#0")
+    await rig.lease(1)
+    link.send(sealed(1))
+    await until(lambda: len(rig.transfer.seals) == 1)
+    link.close()
+    await until(lambda: rig.transfer.staging.bytes_held == 0)
+    assert len(rig.transfer.seals) == 0
+    await until(lambda: (1, 1) in rig.notary.lost)
+    assert rig.notary.lost[(1, 1)] == "engine p#0 is gone"
+
+
+async def test_pages_of_a_lease_that_is_not_here_leave_nothing_behind(rig: Rig) -> None:
+    """A prefill that was under way when the actor was restarted goes on telling of its pages."""
+    link = await rig.link("p#0")
+    link.send(sealed(7, first_page=4, last=True))
+    link.send(sealed(8))
+    link.send(WriterDone(ticket_id=8, attempt=1))
+    await rig.lease(9)
+    link.send(sealed(9, last=True))
+    await until(lambda: (9, 1) in rig.notary.sealed)
+    assert len(rig.transfer.seals) == 0 and not rig.transfer.seals._void
+    assert set(rig.notary.sealed) == {(9, 1)}
+    link.close()
+
+
+async def test_the_same_lease_asked_for_twice_is_the_same_bytes(rig: Rig) -> None:
+    """Ray repeats calls whose answer it lost."""
+    link = await rig.link("p#0")
+    first, again, other = await rig.lease(1), await rig.lease(1), await rig.lease(2)
+    assert first == again and other.offset != first.offset
+    assert rig.transfer.status().held == ((1, 1), (2, 1))
+    await rig.transfer.drop_writer(1, 1, ["p#0"])
+    assert rig.transfer.status().held == ((2, 1),)
+    link.close()
+
+
+async def test_bytes_of_an_engine_that_never_shows_itself_are_not_lost(rig: Rig) -> None:
+    """It died between two lives of the actor: there is no connection whose end would tell."""
+    await rig.lease(1, "ghost#0")
+    await until(lambda: (1, 1) in rig.notary.lost)  # the lease has run out, but somebody might still write there
+    assert rig.transfer.staging.bytes_held > 0
+    await until(lambda: rig.transfer.staging.bytes_held == 0)
+
+
+async def test_bytes_of_a_slow_engine_that_is_there_stay_its_own(rig: Rig) -> None:
+    link = await rig.link("p#0")
+    await rig.lease(1)
+    await until(lambda: (1, 1) in rig.notary.lost)
+    await asyncio.sleep(3 * LEASE_S)
+    assert rig.transfer.staging.bytes_held > 0, "it may write there until it says that it will not"
+    link.send(WriterDone(ticket_id=1, attempt=1))
+    await until(lambda: rig.transfer.staging.bytes_held == 0)
+    link.close()
+
+
+async def test_an_engine_finds_the_next_life_of_the_actor_by_itself() -> None:
+    first = Rig()
+    await first.transfer.start()
+    link = await first.link("p#0")
+    link.RETRY_S = 0.05
+    await first.transfer.close()
+    second = Rig()
+    second.transfer.socket_path = first.transfer.socket_path  # of the same node
+    await second.transfer.start()
+    try:
+        await until(lambda: "p#0" in second.transfer._links)  # nothing was sent meanwhile
+        await second.lease(1)
+        link.close()
+        await until(lambda: second.transfer.staging.bytes_held == 0)
+    finally:
+        await second.transfer.close()
