@@ -2,7 +2,8 @@
 
 python -m ops.survival --runs 30 --seed 1
 python -m ops.survival --runs 8 --kinds decode-kill decode-hang --append runs.jsonl --minutes 5
-python -m ops.survival --scale-downs 5 --rolling
+python -m ops.survival --scale-downs 5 --hang-ups 4
+python -m ops.survival pools.decode.replicas=1 frontend.replicas=1 --rolling config model
 python -m ops.survival --table runs.jsonl
 """
 
@@ -37,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--runs", type=int, default=0, help="runs that hurt something")
     make.add_argument("--scale-downs", type=int, default=0, help="runs in which the decode pool loses a replica")
     make.add_argument("--hang-ups", type=int, default=0, help="runs in which clients leave; every other one queued")
-    make.add_argument("--rolling", action="store_true", help="a run that replaces every replica by a changed one")
+    make.add_argument(
+        "--rolling", nargs="*", choices=("config", "model"), default=[], help="runs that replace every replica"
+    )
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=sorted(KINDS), metavar="KIND")
     make.add_argument("--minutes", type=float, default=60.0, help="no new run after this, service start included")
@@ -93,10 +96,9 @@ async def _all(service: Service, args: argparse.Namespace, until: float) -> list
         for number in range(args.scale_downs):
             if time.monotonic() < until:
                 note(await scaling.scale_down(campaign, args.seed + number))
-        if args.rolling:
-            admission = service.spec.admission.model_copy(update={"queue_max": 128})
-            changed = service.spec.model_copy(update={"admission": admission})
-            note(await scaling.rolling_update(campaign, args.seed, changed))
+        for what in args.rolling:
+            if time.monotonic() < until:
+                note(await scaling.rolling_update(campaign, args.seed, what))
     return results
 
 

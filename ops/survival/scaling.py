@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -79,8 +80,9 @@ async def resize(campaign: Campaign, count: int) -> None:
     raise RuntimeError(f"the decode pool has not got {count} replicas within {WHOLE_S:g} s")
 
 
-async def rolling_update(campaign: Campaign, seed: int, changed: ClusterSpec) -> Result:
-    """Every replica and frontend is replaced by one with other settings, while waves of requests go on."""
+async def rolling_update(campaign: Campaign, seed: int, what: str) -> Result:
+    """Every replica and frontend is replaced by one with other settings or another model, while requests go on."""
+    changed = _other_model(campaign) if what == "model" else _other_settings(campaign.service.spec)
     rng = random.Random(f"rolling/{seed}")
     old = await replicas_of(campaign)
     began = time.monotonic()
@@ -93,7 +95,27 @@ async def rolling_update(campaign: Campaign, seed: int, changed: ClusterSpec) ->
     if old & await replicas_of(campaign):
         findings.problems.append(f"replicas of the old configuration are still there: {old}")
     leaked, rest_s = await checks.rest(campaign.session, campaign.url)
-    return Result("rolling-update", seed, {}, ", ".join(sorted(old)), seconds, rest_s, findings, leaked)
+    status = await campaign.status()
+    if what == "config" and status["queue"]["max"] != changed.admission.queue_max:
+        findings.problems.append(f"the controller still has queue_max {status['queue']['max']}")
+    return Result(f"rolling-{what}", seed, {}, ", ".join(sorted(old)), seconds, rest_s, findings, leaked)
+
+
+def _other_settings(spec: ClusterSpec) -> ClusterSpec:
+    admission = spec.admission.model_copy(update={"queue_max": spec.admission.queue_max // 2})
+    return spec.model_copy(update={"admission": admission})
+
+
+def _other_model(campaign: Campaign) -> ClusterSpec:
+    """The same checkpoint under another name: to the service it is a model whose pages fit no page of the old one."""
+    spec = campaign.service.spec
+    assert campaign.service.folder is not None
+    folder = campaign.service.folder / "another-model"
+    folder.mkdir()
+    for file in Path(spec.model.path).resolve().iterdir():
+        (folder / file.name).symlink_to(file)
+    model = spec.model.model_copy(update={"path": str(folder), "name": spec.model.served_name})
+    return spec.model_copy(update={"model": model})
 
 
 async def replicas_of(campaign: Campaign) -> set[str]:
