@@ -5,6 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples on every run: a red test is red again. New examples are a person's choice: --hypothesis-profile.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", derandomize=False, deadline=None, max_examples=1000)
+settings.load_profile("fixed")
 
 ROOT = Path(__file__).parent
 BY_FOLDER = {"sim", "engine", "service", "gpu"}

@@ -26,9 +26,10 @@ _BAR = 48
 
 
 def memory_parts(plan: PoolPlan) -> dict[str, float]:
-    """GiB of one GPU by use, the fullest stage's; sums to its HBM when the plan fits. A CPU pool has no HBM."""
+    """GiB of one GPU by use, of the stage whose pages run out first; sums to its HBM when the plan fits. A CPU pool
+    has no HBM."""
     parts = {
-        "weights": plan.resident_bytes / GIB,
+        "weights": plan.tightest.held.total / GIB,
         "forward pass": plan.activation_bytes / GIB,
         "runtime": plan.runtime_bytes / GIB,
         "KV pages": max(0, plan.blocks * plan.tightest.page_bytes) / GIB,
