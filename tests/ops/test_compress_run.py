@@ -202,6 +202,31 @@ def test_law_3_a_bound_too_small_for_the_libraries_is_refused_with_the_need(sour
     assert not (tmp_path / "int4").exists()
 
 
+GROW = """
+import sys, numpy as np
+from pathlib import Path
+from ops.compress.plan import Options
+from ops.compress.worker import Setup, _limit_memory, status_bytes
+share = status_bytes("VmRSS") + (700 << 20)
+ready = _limit_memory(Setup(Path("."), Path("."), Options(), share, 1024))
+kept = []
+try:
+    while True:
+        kept.append(np.ones(16 << 20, np.uint8))
+except MemoryError:
+    print(share, status_bytes("VmRSS"), len(kept), ready.chunk_weights)
+"""
+
+
+def test_law_3_a_worker_cannot_grow_past_its_share() -> None:
+    """The limit is the kernel's, not a promise: memory asked for beyond the share is refused."""
+    done = subprocess.run([sys.executable, "-c", GROW], capture_output=True, text=True, check=True)
+    share, resident, taken, chunk = map(int, done.stdout.split())
+    assert taken >= 4
+    assert resident <= share + (64 << 20)
+    assert chunk >= 1 << 20
+
+
 def test_law_4_verification_by_another_road(source: Path, result: Path, tmp_path: Path) -> None:
     checkpoint, plan = planned(source)
     found = verify(checkpoint, plan, result, workers=1)
