@@ -181,7 +181,7 @@ def _systems(args: argparse.Namespace, argv: list[str], spec: ClusterSpec) -> in
 
 
 def _overhead(args: argparse.Namespace, argv: list[str], spec: ClusterSpec) -> int:
-    from ops.measure import overhead, picture
+    from ops.measure import overhead, picture, steps
 
     report: dict[str, Any] = {"facts": facts.gather(argv)}
     plan = overhead.Plan(
@@ -193,7 +193,9 @@ def _overhead(args: argparse.Namespace, argv: list[str], spec: ClusterSpec) -> i
     if made.breaches:
         return refuse(made.breaches)
     report |= {"plan": plan, "gate": "green", **overhead.build(made)}
-    path = deliver(args, "overhead", report, overhead.table(report))
+    bare = asyncio.run(steps.measure(spec, _tokenizer(spec), plan.prompt_tokens, plan.pairs, args.seed, say))
+    report["engine_pair"] = bare
+    path = deliver(args, "overhead", report, f"{overhead.table(report)}\n\n{steps.table(bare)}")
     caption = f"{report['facts']['command']}\n{facts.one_line(report['facts'])}"
     picture.phases([(row["phase"], row["mean_s"]) for row in report["phases"]], caption, path)
     return 0

@@ -9,7 +9,6 @@ starts of one system is part of the interval.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ import aiohttp
 
 from ops.measure import gate, load, prompts
 from ops.measure.load import Answer, Wave
+from ops.measure.noise import Meter
 from ops.measure.systems import Running, Say, StartError, SystemSpec
 
 GATE_PROMPTS, GATE_TOKENS, GATE_PROMPT_TOKENS = 4, 16, 97
@@ -55,28 +55,6 @@ class Visit:
     breaches: list[str] = field(default_factory=list)
 
 
-def machine_cpu_seconds() -> float:
-    """CPU time of the whole machine that was not idle, stolen time included."""
-    fields = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    user, nice, system, _idle, _iowait, irq, softirq, steal = fields
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-class Meter:
-    """How many cores somebody else used while a system was being measured."""
-
-    def __init__(self, running: Running) -> None:
-        self._running = running
-        self._began = time.monotonic(), machine_cpu_seconds(), running.cpu_seconds() + time.process_time()
-
-    def foreign(self) -> float:
-        now, machine, own = self._began
-        seconds = time.monotonic() - now
-        used = machine_cpu_seconds() - machine
-        ours = self._running.cpu_seconds() + time.process_time() - own
-        return max(0.0, (used - ours) / seconds)
-
-
 async def visit(spec: SystemSpec, plan: Plan, number: int, tokenizer: Any, say: Say, log: Path) -> Visit:
     made = Visit(spec.name, number)
     async with Running(spec, say, log) as running, load.open_session() as session:
@@ -90,7 +68,7 @@ async def visit(spec: SystemSpec, plan: Plan, number: int, tokenizer: Any, say: 
         for concurrency in plan.concurrencies:
             label = f"round {number} at {concurrency}"
             texts = prompts.batch(tokenizer, plan.prompt_tokens, plan.seed, label, plan.num_requests(concurrency))
-            meter = Meter(running)
+            meter = Meter([running])
             wave = await load.wave(session, spec.url, spec.model, texts, plan.output_tokens, concurrency)
             made.foreign_cpu[concurrency] = meter.foreign()
             made.waves[concurrency] = wave

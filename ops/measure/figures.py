@@ -9,6 +9,7 @@ from typing import Any
 from ops.measure import stats
 from ops.measure.compare import Visit
 from ops.measure.load import Wave
+from ops.measure.noise import warning
 from ops.measure.stats import Interval, Statistic
 
 
@@ -129,4 +130,5 @@ def table(figures: dict[str, Any], titles: dict[str, str]) -> str:
         f"| {system['foreign_cpu_max']:.2f} |"
         for name, system in systems.items()
     ]
-    return "\n".join(lines)
+    lines += ["", warning(max(system["foreign_cpu_max"] for system in systems.values()))]
+    return "\n".join(lines).rstrip()

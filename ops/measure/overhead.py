@@ -18,6 +18,7 @@ import aiohttp
 
 from ops.measure import gate, load, phases, prompts, stats
 from ops.measure.load import Answer
+from ops.measure.noise import Meter, warning
 from ops.measure.systems import Running, Say, SystemSpec
 
 OUTPUT_TOKENS = 8
@@ -36,6 +37,7 @@ class Made:
     answers: dict[str, list[Answer]] = field(default_factory=dict)  # by system, one a turn
     phase_means: dict[str, float] = field(default_factory=dict)  # seconds, of the service's own observations
     idle_cpu: dict[str, float] = field(default_factory=dict)
+    foreign_cpu: float = 0.0
     breaches: list[str] = field(default_factory=list)
 
 
@@ -56,12 +58,14 @@ async def run(specs: Sequence[SystemSpec], plan: Plan, tokenizer: Any, say: Say,
             await asyncio.sleep(2.0)
             made.idle_cpu[each.spec.name] = (each.cpu_seconds() - before) / 2.0
         before_phases = await phases.read(running[-1])
+        meter = Meter(running)
         for turn in range(plan.pairs):
             answers = await _turn(session, specs, plan, tokenizer, f"turn {turn}", turn)
             for spec, answer in zip(specs, answers):
                 made.answers[spec.name].append(answer)
                 where = f"{spec.name}, turn {turn + 1}"
                 made.breaches += gate.answer_breaches(where, [answer], plan.prompt_tokens, OUTPUT_TOKENS)
+        made.foreign_cpu = meter.foreign()
         say(f"{plan.pairs} turns done, {len(made.breaches)} breaches")
         made.phase_means = phases.difference(before_phases, await phases.read(running[-1]))
         made.breaches += await _handed_over(session, specs[-1], plan)
@@ -114,6 +118,7 @@ def build(made: Made) -> dict[str, Any]:
             }
             for spec in made.systems
         },
+        "foreign_cpu": made.foreign_cpu,
         "overhead": rows,
         "phases": phases.rows(made.phase_means, sum(ttft[ours.name]) / len(ttft[ours.name])),
     }
@@ -139,4 +144,4 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"| {row['title']} | {row['ratio'].text(3)} | {cell} |")
     lines += ["", "| phase of pageferry's first token | mean ms |", "|---|---:|"]
     lines += [f"| {row['phase']} | {row['mean_s'] * 1e3:.1f} |" for row in report["phases"]]
-    return "\n".join([*lines, "", "Brackets: 95 % bootstrap interval over turns."])
+    return "\n".join([*lines, "", "Brackets: 95 % bootstrap interval over turns.", warning(report["foreign_cpu"])])
