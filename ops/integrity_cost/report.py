@@ -74,7 +74,8 @@ def cost(book: Any) -> list[str]:
         cost_table(table([Pair.from_dict(tree) for tree in book["pairs"]])),
         "",
         "Change of on against off, 95 % intervals from a bootstrap over pairs; a pair is two bursts a few seconds "
-        f"apart in one engine, in random order. The check itself, timed inside the engine: {check['check_us']} us a step.",
+        f"apart in one engine, in random order. The check itself, timed inside the engine: {check['check_us']} us a "
+        "step.",
         "",
         *runs(book),
     ]
