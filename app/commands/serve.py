@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+    args = parser().parse_intermixed_args(argv)  # options may stand between settings
     try:
         overrides = parse_overrides(args.overrides)
         if args.port is not None:

@@ -104,6 +104,8 @@ def test_sizes(count: int, text: str) -> None:
 def test_a_configuration_that_cannot_be_used_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "local-cpu", "pools.decode.replicsa=2"]) == 2
     assert "did you mean pools.decode.replicas?" in capsys.readouterr().err
+    assert main(["serve", "local-cpu", "--port", "1", "pools.decode.replicsa=2"]) == 2
+    assert "did you mean pools.decode.replicas?" in capsys.readouterr().err
     assert main(["serve", "no-such-topology"]) == 2
     assert "local-cpu" in capsys.readouterr().err
 
