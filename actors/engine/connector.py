@@ -113,10 +113,12 @@ class FerryConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.scheduler is not None
-        if self._checking:
-            # vLLM then calls `start_load_kv` before the forward, and the check can stop a row from reading.
+        metadata = self.scheduler.build(scheduler_output)
+        # vLLM then calls `start_load_kv` before the forward: the check can stop a row from reading, and pages are opened
+        # while the forward of those that run is under way; else they would land a whole step later.
+        if self._checking or metadata.opens:
             scheduler_output.has_sync_kv_loads = True
-        return self.scheduler.build(scheduler_output)
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self.scheduler is not None
@@ -230,9 +232,9 @@ def _add_utilities(connector: FerryConnector) -> None:
             "counters": {name: getattr(half.counters, name) for name in half.counters.__slots__} | report["counters"],
         }
 
-    def pageferry_audit(self: Any) -> dict[str, Any]:
-        """Every ledger law, now; breaches and verdicts since the last audit with the pages' histories."""
-        return half.tracker.audit(idle=not self.scheduler.requests and half.idle())
+    def pageferry_audit(self: Any, forget: bool = False) -> dict[str, Any]:
+        """Every ledger law, now; the latest breaches and verdicts with the pages' histories, which `forget` clears."""
+        return half.tracker.audit(not self.scheduler.requests and half.idle(), forget)
 
     def pageferry_page_deltas(self: Any) -> list[dict[str, Any]]:
         """For `Heartbeat.pages`: who took which pages (with tags) and gave them back since the last call."""

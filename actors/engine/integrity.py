@@ -117,8 +117,8 @@ class Tracker(Protocol):
     def report(self) -> dict[str, Any]:
         """What `pageferry_scheduler` adds to its answer."""
 
-    def audit(self, idle: bool) -> dict[str, Any]:
-        """Every ledger law, now."""
+    def audit(self, idle: bool, forget: bool = False) -> dict[str, Any]:
+        """Every ledger law, now; the latest breaches and verdicts, which `forget` clears."""
 
 
 class NoTracker:
@@ -139,7 +139,7 @@ class NoTracker:
     def report(self) -> dict[str, Any]:
         return {"blocks_quarantined": 0, "counters": {}}
 
-    def audit(self, idle: bool) -> dict[str, Any]:
+    def audit(self, idle: bool, forget: bool = False) -> dict[str, Any]:
         return {"mode": "off"}
 
 
@@ -270,15 +270,18 @@ class CheckTracker:
         counters["integrity_quarantined_share"] = quarantined / (self.ledger.num_pages - 1)
         return {"blocks_quarantined": quarantined, "counters": counters}
 
-    def audit(self, idle: bool) -> dict[str, Any]:
+    def audit(self, idle: bool, forget: bool = False) -> dict[str, Any]:
         free = self.guard.free_pages()
         found = self.ledger.idle_breaches(free) if idle else self.ledger.breaches(free)
+        verdicts = list(self._reports)
+        if forget:
+            self._reports.clear()
         return {
             "mode": "check",
             "epoch": self.ledger.epoch,
             "laws_broken": found,
-            "breaches": [_breach(b) for b in self.ledger.take_breaches()],
-            "verdicts": list(self._reports),
+            "breaches": [_breach(b) for b in self.ledger.kept_breaches(forget)],
+            "verdicts": verdicts,
             "proven_s_ago": time.monotonic() - self._proven_at,
             **self.ledger.summary(),
         }

@@ -339,11 +339,12 @@ class Ledger:
             found.append(f"{held} pages are held by nobody")
         return found
 
-    def take_breaches(self) -> list[Breach]:
-        """Breaches since the last call, the newest `BREACHES_KEPT` of them."""
-        taken = list(self._breaches)
-        self._breaches.clear()
-        return taken
+    def kept_breaches(self, forget: bool) -> list[Breach]:
+        """The newest `BREACHES_KEPT` breaches that have not been forgotten."""
+        kept = list(self._breaches)
+        if forget:
+            self._breaches.clear()
+        return kept
 
     def history(self, page: int) -> tuple[str, ...]:
         """The page's last events, oldest first."""

@@ -215,7 +215,7 @@ class Harness:
         return left
 
     async def audit(self) -> dict[str, Any]:
-        audit: dict[str, Any] = await self.pair.decode.core.call_utility_async("pageferry_audit")
+        audit: dict[str, Any] = await self.pair.decode.core.call_utility_async("pageferry_audit", True)
         return audit
 
     async def lift_quarantine(self) -> int:

@@ -81,8 +81,8 @@ class Traffic:
         from vllm.sampling_params import SamplingParams
 
         rng, prompt = self.rng, self.prompt()
-        # No seeds: vLLM 0.32's CPU runner dies of a seeded request whose prompt comes in chunks ("CPU Generator does not
-        # use offset").
+        # No seeds: vLLM 0.32's CPU runner dies of a seeded request whose prompt comes in chunks
+        # ("CPU Generator does not use offset").
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.8]),
             max_tokens=rng.randint(1, 120),

@@ -202,7 +202,8 @@ def test_a_free_that_takes_a_claimed_page_is_refused_and_told_with_its_history()
     ledger, pool = ledger_of()
     give(ledger, pool, "a", 1, 2)
     assert ledger.free(2) is FreeAnswer.REFUSE  # 4
-    (breach,) = ledger.take_breaches()
+    (breach,) = ledger.kept_breaches(forget=True)
+    assert ledger.kept_breaches(forget=False) == []
     assert (breach.law, breach.page) == (Law.FREED_WHILE_HELD, 2) and "a hold it" in breach.text
     assert [event.split(" tag")[0] for event in breach.history] == ["step 0 allocated", "step 0 claimed by a"]
     assert ledger.in_doubt(2) and ledger.breaches(pool.free) == []
