@@ -1,9 +1,9 @@
 """The ledger's hands on vLLM's block pool: hears of every new life, and stands before every free.
 
 vLLM's pool tells of allocations (`metrics_collector`), but not of frees, and asserts where it should answer. So, in
-check mode only, four methods of the two live objects are replaced by ones that ask the ledger first:
-`BlockPool.get_new_blocks` and `free_blocks`, `KVCacheManager.free` and `pop_blocks_for_free`. Everything that ends a
-request's hold on pages (finish, abort, preemption, a failed load) passes one of them.
+check mode only, some methods of the two live objects are replaced by ones that ask the ledger first: `get_new_blocks`,
+`free_blocks` and `cache_full_blocks` of the pool, `free` and `pop_blocks_for_free` of the KV cache manager. Everything
+that ends a request's hold on pages (finish, abort, preemption, a failed load) passes one of them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class PoolGuard:
         self._chained, pool.metrics_collector = pool.metrics_collector, self
         self._pool_get, pool.get_new_blocks = pool.get_new_blocks, self.get_new_blocks
         self.pool_free, pool.free_blocks = pool.free_blocks, self.free_blocks
+        self._pool_cache, pool.cache_full_blocks = pool.cache_full_blocks, self.cache_full_blocks
         self._manager_free, manager.free = manager.free, self.manager_free
         self._manager_pop, manager.pop_blocks_for_free = manager.pop_blocks_for_free, self.manager_pop
 
     def unhook(self) -> None:
         """The pool and the manager as vLLM made them; for measuring what the hooks cost."""
         self.pool.metrics_collector = self._chained
-        del self.pool.get_new_blocks, self.pool.free_blocks
+        del self.pool.get_new_blocks, self.pool.free_blocks, self.pool.cache_full_blocks
         del self._manager.free, self._manager.pop_blocks_for_free
 
     # -- vLLM's metrics collector interface
@@ -108,6 +109,14 @@ class PoolGuard:
                 self._put_in_doubt(page, "freed while held")
                 self.repair(block)
         self.pool_free(given.values())
+
+    def cache_full_blocks(
+        self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """A page that is another's by now is not offered under this request's hash; vLLM would die of the attempt."""
+        if self.ledger.has_lost(request.request_id, num_cached_blocks, num_full_blocks):
+            return
+        self._pool_cache(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
 
     # -- in the place of the manager's methods
 
@@ -190,12 +199,13 @@ class PoolGuard:
 
     def scrub(self) -> None:
         """A few pages a step: a count that fell below its claims is found even if nobody touches the page."""
-        end = min(self._scrub_at + SCRUBBED_PER_STEP, self.ledger.num_pages)
-        for page in range(self._scrub_at, end):
-            if self.ledger.short(page):
-                self._put_in_doubt(page, "fewer references than claims")
-                self.repair(self.pool.blocks[page])
-        self._scrub_at = 1 if end == self.ledger.num_pages else end
+        begin, ledger = self._scrub_at, self.ledger
+        end = min(begin + SCRUBBED_PER_STEP, ledger.num_pages)
+        for block, claims in zip(self.pool.blocks[begin:end], ledger.claim_counts(begin, end)):
+            if block.ref_cnt < claims and ledger.short(block.block_id):
+                self._put_in_doubt(block.block_id, "fewer references than claims")
+                self.repair(block)
+        self._scrub_at = 1 if end == ledger.num_pages else end
 
     def lift(self) -> int:
         pages = self.ledger.lift()

@@ -116,6 +116,10 @@ class Ledger:
     def num_claims(self, page: int) -> int:
         return self._num_claims[page]
 
+    def claim_counts(self, first: int, last: int) -> list[int]:
+        """`num_claims` of pages `first` to `last`, the last one not included."""
+        return self._num_claims[first:last]
+
     def requests(self) -> list[str]:
         return list(self._claims)
 
@@ -135,6 +139,16 @@ class Ledger:
         """Requests that claim the page's present life. Walks all claims: for reports, not for every step."""
         tag = self._tags[page]
         return [r for r, claim in self._claims.items() if any(t == tag for t in claim.tags)]
+
+    def has_lost(self, request_id: str, first: int, last: int) -> bool:
+        """Whether a page that the request claimed at a position from `first` to before `last` lives another life."""
+        claim = self._claims.get(request_id)
+        if claim is None:
+            return False
+        return any(
+            not 0 < page < self.num_pages or self._tags[page] != tag
+            for page, tag in zip(claim.pages[first:last], claim.tags[first:last])
+        )
 
     def in_doubt(self, page: int) -> bool:
         return page in self._doubt

@@ -31,6 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from actors.engine.config import engine_kwargs
+from actors.engine.faults import Faults
 from actors.engine.ferry_scheduler import FerryAsyncScheduler, FerryScheduler
 from actors.engine.integrity import CheckTracker, NoTracker
 from actors.engine.integrity_worker import Forward, TagCheck
@@ -347,3 +348,29 @@ def test_a_repeated_reset_of_the_prefix_cache_works_although_pages_are_quarantin
     assert engine.tracker.ledger.num_quarantined > 0
     assert engine.scheduler.reset_prefix_cache()
     assert engine.tracker.ledger.num_quarantined == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_spoiled_pool_ends_some_and_kills_nobody(config: Any, seed: int) -> None:
+    """Pages freed early, taken, or one reference short, at any time of a busy schedule with a step in flight."""
+    engine = Engine(config, random.Random(200 + seed))
+    kinds = ("page_freed_and_taken", "page_freed_early", "shared_page_freed_early")
+    faults = Faults(kinds, seed)
+    manager, guard = engine.scheduler.kv_cache_manager, engine.tracker.guard
+    fired = 0
+    for trial in range(60):
+        traffic(engine, 8, aborts=False)
+        if engine.scheduler.running:
+            victim = engine.rng.choice(engine.scheduler.running).request_id
+            fired += faults.on_pool(engine.rng.choice(kinds), trial, victim, manager, guard)["fired"]
+    engine.drain()
+    assert fired > 10
+    assert {reason for reason, _ in engine.ended.values()} <= {"length", "error"}
+    for name, (reason, stop) in engine.ended.items():
+        assert (reason == "error") == (stop == "page_integrity")
+        assert engine.emitted[name] <= engine.sampled[name]
+    assert len([1 for reason, _ in engine.ended.values() if reason == "error"]) <= fired
+    audit = engine.tracker.audit(idle=True)
+    assert audit["laws_broken"] == [] and sum(engine.tracker.ledger.num_breaches.values()) > 0
+    engine.tracker.lift_quarantine()
+    assert manager.block_pool.get_num_free_blocks() == NUM_PAGES - 1
