@@ -360,9 +360,14 @@ class PrefillHost(_Host):
         wire = PageLayout.from_dict(ticket.wire_layout)
         num_bytes = len(self.engines) * -(-num_tokens // wire.page_tokens) * wire.page_bytes
         wait_s = ticket.deadline_s / 2 or 5.0
-        lease: Lease | None = await self._ask_transfer(
-            "lease", ticket.ticket_id, ticket.attempt, num_bytes, self.engines, wait_s, timeout_s=wait_s + 1.0
-        )
+        key = (ticket.ticket_id, ticket.attempt)
+        try:
+            lease: Lease | None = await self._ask_transfer(
+                "lease", *key, num_bytes, self.engines, wait_s, timeout_s=wait_s + 1.0
+            )
+        except BaseException:  # it may still be granted, to nobody
+            self._background(self._tell_transfer("drop_writer", *key, self.engines))
+            raise
         if lease is None:
             raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
         order = SealOrder(
@@ -386,15 +391,18 @@ class PrefillHost(_Host):
             if live.in_engine:
                 await asyncio.shield(self._abort([request.request_id]))
                 # The worker half reports WriterDone once the engine has let go; then the bytes are given back.
-                await asyncio.shield(self._tell_transfer("release", [(ticket.ticket_id, ticket.attempt)]))
+                await asyncio.shield(self._tell_transfer("release", [key]))
             else:
-                await asyncio.shield(self._tell_transfer("drop_writer", ticket.ticket_id, ticket.attempt, self.engines))
+                await asyncio.shield(self._tell_transfer("drop_writer", *key, self.engines))
+            raise
+        except Exception:  # the engine is gone or hangs: the bytes are free when it cannot touch them any more
+            await self._tell_transfer("release", [key])
             raise
         finally:
             self._live.pop(request.request_id, None)
             self._event("released", live, ticket.request_id)
         if str(output.finish_reason) not in ("length", "stop"):
-            await self._tell_transfer("release", [(ticket.ticket_id, ticket.attempt)])
+            await self._tell_transfer("release", [key])
             raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
         stats = output.prefill_stats
         return PrefillDone(
@@ -450,12 +458,14 @@ class DecodeHost(_Host):
             live.in_engine = True
         except BaseException:
             self._live.pop(request.request_id, None)
+            if hand_over is not None:
+                key = (ticket.ticket_id, ticket.attempt)
+                self._background(self._tell_transfer("drop_reader", *key, self.engines))
             raise
         if self._was_aborted(live):  # while the request was on its way into the engine
             await self._abort([request.request_id])
 
     async def _begin_read(self, hand_over: HandOver) -> Lease | Verdict:
-        key = (hand_over.ticket_id, hand_over.attempt)
         wait_s = min(BEGIN_READ_S, hand_over.deadline_s)
         try:
             found: Lease | Verdict = await self._ask_transfer(
@@ -463,8 +473,8 @@ class DecodeHost(_Host):
             )
         except ReplicaError as error:
             logger.warning("ticket %d: %s", hand_over.ticket_id, error)
-            # It may still come to it: then nobody reads.
-            self._background(self._tell_transfer("drop_reader", *key, self.engines))
+            key = (hand_over.ticket_id, hand_over.attempt)
+            self._background(self._tell_transfer("drop_reader", *key, self.engines))  # it may still come to it
             return Verdict.MISSING
         return found
 

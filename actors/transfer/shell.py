@@ -39,6 +39,7 @@ logger = logging.getLogger("pageferry.transfer")
 NAMESPACE = "pageferry"
 REPORT_EVERY_S = 0.5
 EXPIRE_EVERY_S = 0.25
+REMEMBERED = 1_000
 ORPHAN_S = 120.0  # no controller and no engine for this long: the application has ended
 
 
@@ -65,6 +66,8 @@ class KVTransfer:
         self._room = asyncio.Condition()
         self._opening: dict[Key, list[Opened]] = {}
         self._links: dict[str, asyncio.StreamWriter] = {}
+        self._gone: dict[str, None] = {}  # engines whose connection has ended
+        self._refused: dict[Key, None] = {}  # given up before the call that asks for them was done
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._orphan_since = 0.0
@@ -95,7 +98,10 @@ class KVTransfer:
         """Staging for a ticket, written by `engines`. Waits for room up to `wait_s`; None when there was none.
 
         Ray repeats a call whose answer got lost with the actor or the connection: the same ticket gets the same bytes.
+        An engine that is gone gets none: nothing would tell when it needs them no more.
         """
+        if self._gone.keys() & set(engines):
+            return None
         key = (ticket_id, attempt)
         deadline = time.monotonic() + wait_s
         async with self._room:
@@ -117,17 +123,22 @@ class KVTransfer:
         )
 
     def _grant(self, key: Key, num_bytes: int) -> Region | None:
+        if key in self._refused:
+            return None
         held = self.staging.get(key)
         if held is not None and not held.released and held.num_bytes == num_bytes:
             return held
         return self.staging.grant(key, num_bytes, time.monotonic_ns() + self.lease_ns)
 
     async def drop_writer(self, ticket_id: int, attempt: int, engines: list[str]) -> None:
-        """The replica knows that these engines never began (or are dead); then the ticket's bytes are released."""
+        """The replica knows that these engines never began (or are dead); then the ticket's bytes are released.
+
+        May overtake the `lease` that it takes back, which then gets nothing.
+        """
         key = (ticket_id, attempt)
         for engine in engines:
             self.staging.writer_done(key, engine)
-        await self.release([key])
+        await self._give_up(key)
 
     async def begin_read(self, hand_over: HandOver, engines: list[str], wait_s: float | None = None) -> Lease | Verdict:
         """Registers `engines` as readers; brings the bytes to this node first when they lie on another one.
@@ -147,6 +158,8 @@ class KVTransfer:
             lease = hand_over.lease
             if lease.segment != self.segment:
                 return Verdict.MISSING  # of an earlier life of this actor
+        if key in self._refused or self._gone.keys() & set(engines):
+            return Verdict.STALE
         if not all(self.staging.open_reader(key, engine) for engine in engines):
             for engine in engines:
                 self.staging.reader_done(key, engine)
@@ -157,6 +170,12 @@ class KVTransfer:
         key = (ticket_id, attempt)
         for engine in engines:
             self.staging.reader_done(key, engine)
+        await self._give_up(key)
+
+    async def _give_up(self, key: Key) -> None:
+        self._refused[key] = None
+        while len(self._refused) > REMEMBERED:
+            del self._refused[next(iter(self._refused))]
         await self.release([key])
 
     async def release(self, keys: list[Key]) -> None:
@@ -205,6 +224,7 @@ class KVTransfer:
                 if isinstance(message, Hello):
                     engine = message.engine
                     self._links[engine] = writer
+                    self._gone.pop(engine, None)
                 elif engine:
                     await self._on_message(engine, message)
                 else:
@@ -217,6 +237,9 @@ class KVTransfer:
             writer.close()
             if engine and self._links.get(engine) is writer:
                 del self._links[engine]
+                self._gone[engine] = None
+                while len(self._gone) > REMEMBERED:
+                    del self._gone[next(iter(self._gone))]
                 await self._engine_gone(engine)
 
     async def _on_message(self, engine: str, message: WorkerMessage) -> None:

@@ -14,7 +14,10 @@ from ops.survival.forms import Recovery, problems_of
 from ops.survival.load import Answer
 
 QUIET_S = 40.0
-UNLIKELY_NATS = 2.0  # how far below the likeliest token a greedy one may be: rounding of other pages and other batches
+# How far below the likeliest token a greedy one may be, for the rounding of other pages and other batches. A token that
+# follows from a text with something doubled or cut out is mostly tens of thousands of places down.
+UNLIKELY_NATS = 2.5
+UNLIKELY_RANK = 5
 CLEAR = ("is gone", "did not reproduce", "gave this request up", "no room", "no other place", "cannot be continued")
 
 
@@ -104,7 +107,8 @@ async def _surprise(session: aiohttp.ClientSession, url: str, model: str, answer
     for place, (token, position) in enumerate(zip(ids, positions, strict=True)):
         best = max(position.values(), key=lambda each: float(each["logprob"]))
         mine = position[str(token)]
-        if (gap := float(best["logprob"]) - float(mine["logprob"])) > UNLIKELY_NATS:
+        gap = float(best["logprob"]) - float(mine["logprob"])
+        if gap > UNLIKELY_NATS and mine["rank"] > UNLIKELY_RANK:
             return (
                 f"{answer.form.name}: token {place} of {len(ids)} after {len(prompt)} is {mine['decoded_token']!r}, "
                 f"{gap:.1f} nats less likely than {best['decoded_token']!r}"

@@ -14,7 +14,7 @@ from ops.survival.forms import FORMS, Form, Recovery
 
 LEAVE_S = (0.02, 4.0)  # after a request was sent
 AT_ONCE_S = 3.0  # nothing may be held for longer after the last client has gone; a heartbeat or two, and a step
-GREEDY_LONG = Form("greedy, for long", Recovery.ALWAYS, 600, prompt_words=500)
+GREEDY_LONG = Form("greedy, for long", Recovery.ALWAYS, 600, prompt_words=640)
 CROWD = 24  # of these; the pool has room for ten
 
 

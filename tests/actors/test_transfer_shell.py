@@ -77,6 +77,30 @@ async def test_a_writer_that_dies_gives_back_what_it_had_half_written(rig: Rig) 
     assert rig.notary.lost[(1, 1)] == "engine p#0 is gone"
 
 
+async def test_an_engine_that_is_gone_gets_no_bytes(rig: Rig) -> None:
+    """Its replica may not know yet; nothing would tell when the bytes are free again."""
+    link = await rig.link("p#0")
+    link.close()
+    await until(lambda: not rig.transfer._links)
+    assert await rig.transfer.lease(1, 1, 10_000, ["p#0"], 5.0) is None
+    assert rig.transfer.staging.bytes_held == 0
+    back = await rig.link("p#0")
+    await rig.lease(1)
+    back.close()
+
+
+async def test_a_lease_that_was_given_up_while_it_waited_is_not_granted(rig: Rig) -> None:
+    link = await rig.link("p#0")
+    assert await rig.transfer.lease(1, 1, 1 << 20, ["p#0"], 0.1) is not None  # everything there is
+    waiting = asyncio.ensure_future(rig.transfer.lease(2, 1, 10_000, ["p#0"], 5.0))
+    await asyncio.sleep(0.02)
+    await rig.transfer.drop_writer(2, 1, ["p#0"])  # its caller has left
+    await rig.transfer.drop_writer(1, 1, ["p#0"])
+    assert await waiting is None
+    assert rig.transfer.staging.bytes_held == 0
+    link.close()
+
+
 async def test_pages_of_a_lease_that_is_not_here_leave_nothing_behind(rig: Rig) -> None:
     """A prefill that was under way when the actor was restarted goes on telling of its pages."""
     link = await rig.link("p#0")
