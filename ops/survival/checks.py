@@ -18,6 +18,7 @@ QUIET_S = 40.0
 # follows from a text with something doubled or cut out is mostly tens of thousands of places down.
 UNLIKELY_NATS = 2.5
 UNLIKELY_RANK = 5
+PROXY_ERRORS = (500, 502, 503)  # from the proxy, when a frontend dies before it has answered anything
 CLEAR = ("is gone", "did not reproduce", "gave this request up", "no room", "no other place", "cannot be continued")
 
 
@@ -50,7 +51,7 @@ def judge(answers: Sequence[Answer], may_break: bool) -> Findings:
             found.left += 1
         elif answer.ended == "error" and _may_fail(answer):
             found.clear_errors += 1
-        elif answer.ended == "broken" and may_break:
+        elif may_break and (answer.ended == "broken" or answer.status in PROXY_ERRORS):
             found.broken += 1
         else:
             found.lost += 1

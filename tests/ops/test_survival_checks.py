@@ -104,12 +104,15 @@ GONE = "the decode replica of this request is gone after 3 tokens, and it cannot
         ("greedy", "error", GONE, False, "lost"),  # a form that can always go on must
         ("sampled, penalty, no seed", "error", "internal error", False, "lost"),  # not clear
         ("greedy", "broken", "", True, "broken"),
+        ("greedy", "error 500", "Internal Server Error", True, "broken"),
+        ("greedy", "error 500", "Internal Server Error", False, "lost"),
         ("greedy", "broken", "", False, "lost"),
         ("greedy", "hung", "", True, "lost"),
     ],
 )
 def test_a_request_that_does_not_end_whole(name: str, ended: str, error: str, may_break: bool, verdict: str) -> None:
-    answer = replace(whole(name), ended=ended, error=error)
+    ended, _, status = ended.partition(" ")
+    answer = replace(whole(name), ended=ended, error=error, status=int(status or 200))
     found = checks.judge([answer], may_break)
     counts = {each: getattr(found, each) for each in ("clear_errors", "broken", "lost")}
     assert counts == {each: int(each == verdict) for each in counts}
