@@ -39,6 +39,8 @@ class Forecast:
     output: _Mean = field(default_factory=_Mean)
     token_ns: float = 0.03 * SECOND  # between two tokens of one stream
     prompt_token_ns: float = 0.0002 * SECOND  # from admission to sealed, a prompt token
+    stay_ns: float = 0.0  # from its place on decode to its end, a request; 0: none has ended yet
+    asked_blocks: float = 0.0  # of all requests that ever came, at their expected ends
 
     def output_tokens(self, request: AdmitRequest) -> int:
         """Tokens this request will probably have put out at its end, the ones already emitted included."""
@@ -58,6 +60,9 @@ class Forecast:
         fresh = num_output_tokens - request.num_output_tokens
         if fresh > 1 and decode_ns > 0:
             self.token_ns += WEIGHT * (decode_ns / fresh - self.token_ns)
+
+    def learn_stay(self, stay_ns: int) -> None:
+        self.stay_ns += WEIGHT * (stay_ns - self.stay_ns) if self.stay_ns else stay_ns
 
     def learn_prefill(self, num_prompt_tokens: int, seconds_ns: int) -> None:
         if num_prompt_tokens > 0:

@@ -323,19 +323,21 @@ class Machine:
         if key in self.registry.ended_requests:
             self._reply(event.call_id, Busy(reason=f"request {request.request_id} has ended already", retry_after_s=0))
             return
-        if not len(self.room) and (choice := self.chooser.choose(request, now_ns)) is not None:
-            self._reply(event.call_id, self._issue(request, choice, now_ns))
-            return
         twin = next(
             (w for w in self.room if not w.ticket_id and (w.request.frontend_id, w.request.request_id) == key), None
         )
         if twin is not None:
             twin.also.append(event.call_id)
             return
+        output, block_tokens = self.forecast.output_tokens(request), self.spec.pools.decode.block_tokens
+        self.forecast.asked_blocks += blocks_for(request, output, block_tokens)
+        if not len(self.room) and (choice := self.chooser.choose(request, now_ns)) is not None:
+            self._reply(event.call_id, self._issue(request, choice, now_ns))
+            return
         if self.room.full:
             self._busy(event.call_id, f"{len(self.room)} requests wait already", now_ns)
             return
-        cost = request.num_prompt_tokens + self.forecast.output_tokens(request) * request.num_sequences
+        cost = request.num_prompt_tokens + output * request.num_sequences
         self.room.put(Waiting(event.call_id, request, now_ns, now_ns + self._queue_ns, cost))
         self._serve_room(now_ns)
 
@@ -392,7 +394,7 @@ class Machine:
         live.generation = choice.decode.announcement.generation
         live.reserved, live.growth, live.ends_ns = choice.reserved, choice.growth, choice.ends_ns
         live.prefill_tokens = choice.prefill_tokens
-        live.deadline_ns = now_ns + self._hand_over_ns
+        live.placed_ns, live.deadline_ns = now_ns, now_ns + self._hand_over_ns
         live.lost = None
         self.registry.attach(live, choice.decode, choice.prefill)
         if choice.prefill is None:
@@ -686,6 +688,7 @@ class Machine:
         if event.outcome is Outcome.DONE:
             decode_ns = now_ns - live.changed_ns if live.state is TicketState.DECODING else 0
             self.forecast.learn(live.request, event.num_output_tokens, decode_ns)
+            self.forecast.learn_stay(now_ns - live.placed_ns)
         self._close(live, event.outcome, now_ns)
 
     def _close(self, live: Live, outcome: Outcome, now_ns: int) -> None:

@@ -100,6 +100,7 @@ class Live:
     changed_ns: int
     deadline_ns: int  # of the hand-over
     generation: str = ""
+    placed_ns: int = 0
     reserved: int = 0  # blocks on decode at the expected end
     growth: float = 0.0  # blocks a second while it decodes
     ends_ns: int = 0  # expected end
