@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 INSTALL = (
-    "calibrated methods need llm-compressor: pip install --no-deps --target SITE llmcompressor==0.14.0.1 "
-    "compressed-tensors==0.19.0 datasets dill xxhash multiprocess pyarrow pandas nvidia-ml-py loguru "
-    "auto-round==0.14.2 and then --calibrator-site SITE; or use --method rtn"
+    "calibrated methods need llm-compressor: pip install --no-deps --target SITE "
+    f"-r {Path(__file__).with_name('calibrator.txt')}, and then --calibrator-site SITE; or use --method rtn"
 )
 EXIT_NOT_INSTALLED = 7
 

@@ -53,8 +53,8 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, calibration: Calibration, work
         partial = work / f"{RAW}.part"
         shutil.rmtree(partial, ignore_errors=True)
         _run(checkpoint, plan, calibration, work, partial)
-        _check(plan, partial)
         os.rename(partial, raw)
+    _check(plan, raw)
     return raw
 
 

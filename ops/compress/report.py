@@ -81,7 +81,8 @@ def render_markdown(report: dict[str, Any]) -> str:
     ]
     for kind, row in report["by_kind"].items():
         error = row["relative_error"]
-        figures = " | ".join(f"{error[key]:.4f}" for key in ("median", "p99", "max")) if error else "as it was | | "
+        unsaid = "rescaled by calibration | | " if row["packed"] else "as it was | | "
+        figures = " | ".join(f"{error[key]:.4f}" for key in ("median", "p99", "max")) if error else unsaid
         lines.append(
             f"| {kind} | {row['tensors']} | {row['packed']} | {_gib(row['bytes_in'])} | {_gib(row['bytes_out'])} "
             f"| {figures} |"
@@ -114,10 +115,13 @@ def render_picture(report: dict[str, Any]) -> bytes:
     by_kind: dict[str, list[float]] = {}
     for row in report["tensors"]:
         by_kind.setdefault(row["kind"], []).append(row["relative_error"])
-    errors.hist(list(by_kind.values()), bins=40, stacked=True, label=list(by_kind))
-    errors.set_xlabel("relative error of a tensor")
+    if by_kind:
+        errors.hist(list(by_kind.values()), bins=40, stacked=True, label=list(by_kind))
+        errors.legend()
+    errors.set_xlabel(
+        "relative error of a tensor" if by_kind else "weights rescaled by calibration: no error of a tensor"
+    )
     errors.set_ylabel("tensors")
-    errors.legend()
     rows = report["worst"]
     worst.barh(range(len(rows)), [row["relative_error"] for row in rows], color=COLORS["worst"])
     worst.set_yticks(range(len(rows)), [row["tensor"].removesuffix(".weight")[-44:] for row in rows], fontsize=7)

@@ -90,7 +90,10 @@ def test_dry_run_shows_the_plan_and_leaves_nothing(tmp_path: Path, capsys: pytes
         (["--require", "max_ppl"], "'' is not a number"),
         (["--method", "gptq"], "needs a text: --calibrate TEXT"),
         (["--method", "awq", "--calibrate", "LICENSE", "--evaluate", "LICENSE"], "cannot both calibrate and judge"),
-        (["--method", "gptq", "--calibrate", "LICENSE", "--calibrator-site", "/nowhere"], "pip install --no-deps"),
+        (
+            ["--method", "gptq", "--calibrate", "LICENSE", "--calibrator-site", "/nowhere"],
+            "calibrator.txt, and then",
+        ),
         (["--keep", "mlp", "--keep", "attention"], "nothing in"),
         (["--max-memory", "0.1"], "it needs"),
     ],
