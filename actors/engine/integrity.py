@@ -42,7 +42,7 @@ COUNTERS: dict[str, str] = {
     "integrity_pages_doubted": "Pages put in doubt by a verdict or a broken ledger law",
     "integrity_breaches": "Broken ledger laws",
     "integrity_unproven_s": "Gauge: seconds since the last full proof while steps ran; alert when above 10",
-    "integrity_quarantined_share": "Gauge: share of the pages that are quarantined; alert when above 0.05",
+    "integrity_quarantined_share": "Gauge: share of the pages that are quarantined; kept near 0.05; alert above 0.05",
 }
 GAUGES = frozenset({"integrity_unproven_s", "integrity_quarantined_share"})
 
@@ -203,6 +203,7 @@ class CheckTracker:
             self._counters["integrity_steps"] += 1
             self._waiting_since = self._waiting_since or time.monotonic()
         self.guard.scrub()
+        self.guard.relieve()
         delta, self._next = self._next, IntegrityDelta()
         return delta
 
@@ -310,10 +311,12 @@ class CheckTracker:
             self._on_life(page, self.ledger.allocated(page))
 
     def lift_quarantine(self) -> int:
-        """Gives quarantined pages back to the pool; only when no request is alive. Returns how many."""
+        """Gives all quarantined pages back to the pool; only when no request is alive. Returns how many."""
         if self.ledger.requests():
             return 0
-        return self.guard.lift()
+        pages = self.ledger.quarantined()
+        self.guard.lift(pages)
+        return len(pages)
 
 
 def _breach(breach: Breach) -> dict[str, Any]:

@@ -9,7 +9,7 @@ that ends a request's hold on pages (finish, abort, preemption, a failed load) p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from actors.engine.ledger import FreeAnswer, Ledger
@@ -17,6 +17,7 @@ from actors.engine.ledger import FreeAnswer, Ledger
 logger = logging.getLogger("pageferry.integrity")
 
 SCRUBBED_PER_STEP = 16
+QUARANTINED_SHARE_MAX = 0.05
 
 
 class PoolGuard:
@@ -34,6 +35,7 @@ class PoolGuard:
         self._on_life = on_life
         self._on_released = on_released
         self._scrub_at = 1
+        self._quarantine_max = max(1, int(QUARANTINED_SHARE_MAX * ledger.num_pages))
         self.blind_to: set[int] = set()  # pages that fault injection takes past the screen below
         self.hook()
 
@@ -207,11 +209,16 @@ class PoolGuard:
                 self.repair(block)
         self._scrub_at = 1 if end == ledger.num_pages else end
 
-    def lift(self) -> int:
-        pages = self.ledger.lift()
-        blocks = [self.pool.blocks[page] for page in pages]
-        self.pool_free(blocks)
-        return len(blocks)
+    def relieve(self) -> None:
+        """Keeps the quarantine from starving the scheduler: above its share, pages that nobody can hold are lifted."""
+        excess = self.ledger.num_quarantined - self._quarantine_max
+        if excess > 0:
+            self.lift(self.ledger.ripe()[:excess])
+
+    def lift(self, pages: Sequence[int]) -> None:
+        """Out of quarantine and back into the pool."""
+        self.ledger.lift(pages)
+        self.pool_free([self.pool.blocks[page] for page in pages])
 
     def free_pages(self) -> list[int]:
         return [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]

@@ -12,7 +12,8 @@ what others say (the pool's reference counts and free list, the worker's block t
     no tag has two lives
 
 A broken law is a `Breach`: counted, kept with the page's last events, and answered so that the engine lives on. A page
-in doubt is never handed out again before the doubt is lifted: it is withheld when its last holder leaves.
+in doubt is never handed out again before the doubt is lifted: it is withheld when its last holder leaves, at least
+until every request of that time is gone.
 
 The pool is seen through numbers that its caller passes in; page 0 is vLLM's null page, never claimed, never tagged.
 """
@@ -30,6 +31,7 @@ EPOCH_BITS = 31
 EVENTS_KEPT = 65_536
 BREACHES_KEPT = 256
 HISTORY_SHOWN = 12
+STEPS_IN_FLIGHT = 4  # more than vLLM ever schedules ahead
 
 
 class Law(StrEnum):
@@ -59,6 +61,7 @@ class Breach:
 
 @dataclass(slots=True)
 class _Claim:
+    born: int  # how many claims there had been
     pages: list[int]
     tags: list[int]
 
@@ -93,7 +96,9 @@ class Ledger:
         self._num_claims = [0] * num_pages  # on the present life
         self._claims: dict[str, _Claim] = {}
         self._doubt: dict[int, str] = {}  # page -> why; may still be held
-        self._withheld: set[int] = set()  # in doubt and held by nobody: quarantined
+        self._births = 0
+        # In doubt and held by nobody, that is quarantined, oldest first: page -> (births, step) when it went in.
+        self._withheld: dict[int, tuple[int, int]] = {}
         self._events: deque[tuple[int, int, str, str, int]] = deque(maxlen=EVENTS_KEPT)
         self._breaches: deque[Breach] = deque(maxlen=BREACHES_KEPT)
         self.num_breaches = dict.fromkeys(Law, 0)
@@ -165,7 +170,7 @@ class Ledger:
             self._num_claims[page] = 0
         if page in self._withheld:
             self._breach(Law.LIFE, page, f"handed out while quarantined ({self._doubt[page]})")
-            self._withheld.discard(page)
+            del self._withheld[page]
         self._counter += 1
         if self._counter >> COUNTER_BITS:
             self.epoch = (self.epoch + 1) & ((1 << EPOCH_BITS) - 1)
@@ -181,7 +186,8 @@ class Ledger:
         """
         claim = self._claims.get(request_id)
         if claim is None:
-            claim = self._claims[request_id] = _Claim([], [])
+            claim = self._claims[request_id] = _Claim(self._births, [], [])
+            self._births += 1
         have = len(claim.pages)
         if first > have:
             self._breach(Law.LIFE, pages[0] if pages else 0, f"{request_id} skips positions {have}..{first - 1}")
@@ -242,8 +248,7 @@ class Ledger:
             self.doubt(page, "freed while held")
             return FreeAnswer.REFUSE
         if refs == 1 and page in self._doubt:
-            self._withheld.add(page)
-            self._note(page, "quarantined", "")
+            self._quarantine(page)
             return FreeAnswer.WITHHOLD
         if refs == 1:
             self._note(page, "freed", "")
@@ -283,20 +288,32 @@ class Ledger:
     def withhold(self, page: int) -> None:
         """The caller has taken a page in doubt out of the free list."""
         assert page in self._doubt, f"page {page} is not in doubt"
-        self._withheld.add(page)
+        self._quarantine(page)
+
+    def _quarantine(self, page: int) -> None:
+        self._withheld[page] = (self._births, self.step)
         self._note(page, "quarantined", "")
 
-    def lift(self) -> list[int]:
-        """Ends the quarantine of every withheld page; the caller gives them back to the pool. Held pages stay in doubt.
+    def ripe(self) -> list[int]:
+        """Quarantined pages that nobody alive can believe to hold, oldest first.
 
-        Only sound when no request is alive that may still believe it holds one of them.
+        Every request that had claims when they went in has given them up, and no step of that time is in flight.
         """
-        pages = sorted(self._withheld)
+        oldest = next(iter(self._claims.values())).born if self._claims else self._births
+        return [
+            page
+            for page, (births, step) in self._withheld.items()
+            if births <= oldest and step + STEPS_IN_FLIGHT <= self.step
+        ]
+
+    def lift(self, pages: Sequence[int]) -> None:
+        """Ends the quarantine of these pages; the caller gives them back to the pool."""
         for page in pages:
-            del self._doubt[page]
+            del self._withheld[page], self._doubt[page]
             self._note(page, "lifted", "")
-        self._withheld.clear()
-        return pages
+
+    def quarantined(self) -> list[int]:
+        return list(self._withheld)
 
     # -- laws
 

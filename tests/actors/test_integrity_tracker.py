@@ -60,6 +60,9 @@ class Pool:
     def evict_blocks(self, pages: set[int]) -> None:
         pass
 
+    def cache_full_blocks(self, *args: Any) -> None:
+        pass
+
 
 class Manager:
     def __init__(self, num_pages: int) -> None:

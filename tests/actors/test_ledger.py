@@ -4,7 +4,8 @@
 2. A tag names one life of one page, ever; a claim keeps the tag that the page had when it was claimed.
 3. After every step `breaches` equals what the dumb model finds by looking at everything.
 4. A page whose free would leave fewer references than claims is not given back, and the breach has its history.
-5. A page in doubt is withheld when its last holder leaves, and never handed out until it is lifted.
+5. A page in doubt is withheld when its last holder leaves, and never handed out until it is lifted; it is
+   ripe for that when every request that was alive when it went in is gone.
 6. A page in the free list that somebody claims is not handed out.
 7. A page handed out under a claim begins another life: the old claim is lost, not freed.
 8. `free + held + quarantined == total`; when idle nothing is held.
@@ -143,8 +144,9 @@ class HonestUse(RuleBasedStateMachine):
 
     @rule()
     def lift(self) -> None:
-        pages = self.ledger.lift()
-        assert pages == sorted(self.withheld)
+        pages = self.ledger.quarantined()
+        assert set(pages) == self.withheld
+        self.ledger.lift(pages)
         for page in pages:
             self.pool.drop(page)
         self.doubted -= self.withheld
@@ -249,9 +251,29 @@ def test_a_page_in_doubt_stays_out_until_it_is_lifted() -> None:
     pool.take(4)
     ledger.withhold(4)
     assert ledger.num_quarantined == 1 and ledger.idle_breaches(pool.free) == []  # 8
-    assert ledger.lift() == [4]
+    assert ledger.quarantined() == [4]
+    ledger.lift([4])
     pool.drop(4)
     assert ledger.may_hand_out(4) and ledger.num_quarantined == 0
+
+
+def test_a_quarantined_page_is_ripe_when_everybody_of_its_time_is_gone() -> None:
+    ledger, pool = ledger_of()
+    give(ledger, pool, "before", 1)
+    give(ledger, pool, "victim", 2)
+    ledger.doubt(2, "test")
+    (page,) = ledger.release("victim").kept
+    assert ledger.free(page) is FreeAnswer.WITHHOLD and ledger.quarantined() == [2]
+    give(ledger, pool, "after", 3)
+    ledger.step += 10
+    assert ledger.ripe() == []  # `before` may still believe anything
+    end(ledger, pool, "before")
+    assert ledger.ripe() == [2]  # `after` never knew the page in its former lives
+    ledger.step -= 8
+    assert ledger.ripe() == []  # a step of that time may be in flight
+    end(ledger, pool, "after")
+    ledger.step += 8
+    assert ledger.ripe() == [2]
 
 
 def test_two_claims_on_one_reference_are_a_breach() -> None:

@@ -269,7 +269,7 @@ def test_exactly_the_spoiled_end_and_nothing_of_that_step_leaves(config: Any, se
     engine.want_spoiled = 0.0
     engine.drain()
     failed = {name for name, (reason, _) in engine.ended.items() if reason == "error"}
-    assert len(engine.spoil) > 8
+    assert len(engine.spoil) > 3
     # Who shares pages that a masked row should have written ends with it; the rest of the failed were spoiled.
     named = {verdict["request_id"] for verdict in engine.tracker.audit(idle=True)["verdicts"]}
     assert set(engine.spoil) <= failed
