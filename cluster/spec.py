@@ -119,11 +119,13 @@ class PoolsSpec(_Section):
         if self.prefill.bounds[1] and self.prefill.tensor_parallel != self.decode.tensor_parallel:
             raise ValueError(
                 f"pools.prefill.tensor_parallel {self.prefill.tensor_parallel} differs from "
-                f"pools.decode.tensor_parallel {self.decode.tensor_parallel}; each rank moves its own shard, so set both to the same"
+                f"pools.decode.tensor_parallel {self.decode.tensor_parallel}; each rank moves its own shard, "
+                "so set both to the same"
             )
         if self.prefill.bounds[1] and (self.prefill.kv_dtype, self.decode.kv_dtype) == ("fp8_e4m3", "bfloat16"):
             raise ValueError(
-                "pools.prefill.kv_dtype fp8_e4m3 with pools.decode.kv_dtype bfloat16 has no codec; use bfloat16 on prefill"
+                "pools.prefill.kv_dtype fp8_e4m3 with pools.decode.kv_dtype bfloat16 has no codec; "
+                "use bfloat16 on prefill"
             )
         return self
 

@@ -114,8 +114,8 @@ class FerryConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.scheduler is not None
         metadata = self.scheduler.build(scheduler_output)
-        # vLLM then calls `start_load_kv` before the forward: the check can stop a row from reading, and pages are opened
-        # while the forward of those that run is under way; else they would land a whole step later.
+        # vLLM then calls `start_load_kv` before the forward: the check can stop a row from reading, and pages are
+        # opened while the forward of those that run is under way; else they would land a whole step later.
         if self._checking or metadata.opens:
             scheduler_output.has_sync_kv_loads = True
         return metadata
