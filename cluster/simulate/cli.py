@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=int, default=1000, help="scale: decode replicas")
     parser.add_argument("--rate", type=float, default=2000.0, help="scale: requests a second")
     parser.add_argument("--seconds", type=float, default=20.0, help="scale: simulated seconds that are measured")
+    parser.add_argument("--repeats", type=int, default=3, help="autoscale: runs of every policy, with other arrivals")
     parser.add_argument("--markdown", help="also write the result as a table to this file")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser

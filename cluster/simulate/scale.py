@@ -245,11 +245,11 @@ def measure(replicas: int, rate: float, seconds: float, seed: int = 0) -> dict[s
     }
 
 
-def memory_a_ticket(count: int = 5_000) -> int:
+def memory_a_ticket(count: int = 2_000) -> int:
     """Bytes that one more live ticket with 64 prefix hashes takes in the controller (traced allocations)."""
     import tracemalloc
 
-    machine = Load(8, 1.0, 0.0, 0).machine
+    machine = Load(100, 1.0, 0.0, 0).machine
     for replica in machine.registry.replicas.values():
         object.__setattr__(replica, "announcement", _vast(replica.announcement))
     tracemalloc.start()
