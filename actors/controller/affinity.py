@@ -137,7 +137,9 @@ class LoadIndex:
         """`load` from 0 (idle) to 1 (full); above counts as full."""
         level = min(max(int(load * (LEVELS - 1)), 0), LEVELS - 1)
         old = self._level.get(replica_id)
-        if old == level:
+        if old == level:  # to the end of its step, so that equals take turns
+            del self._buckets[level][replica_id]
+            self._buckets[level][replica_id] = None
             return
         if old is not None:
             self._take(replica_id, old)

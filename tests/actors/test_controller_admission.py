@@ -295,6 +295,13 @@ def test_the_load_index_finds_the_least_loaded(moves: list[tuple[int, float]]) -
     assert sorted(found) == sorted(model) and [model[name] for name in found] == sorted(model.values())
 
 
+def test_replicas_that_are_equally_loaded_take_turns() -> None:
+    rig = Rig()
+    rig.decode(*(f"d{n}" for n in range(6)), blocks_total=1_000_000)  # a request does not show in the load
+    placed = [rig.admit(f"r{n}").decode for n in range(12)]
+    assert all(placed.count(name) == 2 for name in set(placed)) and len(set(placed)) == 6
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.sets(st.integers(0, 30), min_size=2, max_size=12), st.integers(31, 40))
 def test_a_ring_moves_keys_only_to_a_newcomer(members: set[int], newcomer: int) -> None:
