@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,50 +55,68 @@ def passed(row: dict[str, Any], checked: bool) -> bool:
     )
 
 
-async def run(
-    kinds: list[str], trials: int, seed: int, checked: bool, model: str, verbose: bool
-) -> list[dict[str, Any]]:
-    rows = []
+class Book:
+    """Trials that are done, by kind and number, in memory or in a file, so that a campaign can be cut into runs."""
+
+    def __init__(self, file: Path | None, checked: bool, seed: int) -> None:
+        self.file = file
+        self.tree: dict[str, Any] = {"check": checked, "seed": seed, "trials": {}, "not_placed": {}, "runs": []}
+        if file is not None and file.exists():
+            self.tree = json.loads(file.read_text())
+            if (self.tree["check"], self.tree["seed"]) != (checked, seed):
+                raise SystemExit(f"{file} holds trials of check {self.tree['check']}, seed {self.tree['seed']}")
+
+    def done(self, kind: str) -> list[Trial]:
+        return [Trial(**trial) for trial in self.tree["trials"].get(kind, ())]
+
+    def missing(self, kind: str, trials: int) -> list[int]:
+        have = {trial.number for trial in self.done(kind)} | set(self.tree["not_placed"].get(kind, ()))
+        return [number for number in range(trials) if number not in have]
+
+    def keep(self, trial: Trial) -> None:
+        self.tree["trials"].setdefault(trial.kind, []).append(asdict(trial))
+
+    def not_placed(self, kind: str, number: int) -> None:
+        self.tree["not_placed"].setdefault(kind, []).append(number)
+
+    def rows(self, kinds: list[str]) -> list[dict[str, Any]]:
+        return [summary(kind, self.done(kind), len(self.tree["not_placed"].get(kind, ()))) for kind in kinds]
+
+    def save(self) -> None:
+        if self.file is not None:
+            self.tree["kinds"] = self.rows(
+                [k for k in KINDS if k in self.tree["trials"] or k in self.tree["not_placed"]]
+            )
+            self.file.write_text(json.dumps(self.tree) + "\n")
+
+
+async def run(book: Book, kinds: list[str], trials: int, seed: int, checked: bool, model: str, minutes: float) -> None:
+    until = time.monotonic() + 60 * minutes
     harness: Harness | None = None
     try:
         for kind in kinds:
-            if harness is None:
-                harness = await Harness.start(spec_for(model, tuple(KINDS), seed, checked), seed)
-            done: list[Trial] = []
-            failed = 0
-            for number in range(trials):
+            for number in book.missing(kind, trials):
+                if time.monotonic() > until:
+                    return
+                if harness is None:
+                    harness = await Harness.start(spec_for(model, tuple(KINDS), seed, checked), seed)
                 try:
-                    done.append(await run_trial(harness, kind, number))
+                    trial = await run_trial(harness, kind, number)
                 except NotPlaced as error:
-                    failed += 1
+                    book.not_placed(kind, number)
                     print(f"{kind} trial {number}: not placed: {error}", file=sys.stderr)
                     continue
-                trial = done[-1]
-                if verbose or (checked and not (trial.detected and trial.victims_only and trial.ledger_clean)):
+                book.keep(trial)
+                if checked and not (trial.detected and trial.victims_only and trial.ledger_clean):
                     print(f"{trial}", file=sys.stderr)
                 if not trial.engine_alive:
-                    break
-            rows.append(summary(kind, done, failed))
-            print(line(rows[-1]), file=sys.stderr, flush=True)
-            if done and not done[-1].engine_alive:
-                await harness.close()
-                harness = None
+                    await harness.close()
+                    harness = None
+            book.save()
+            print(line(book.rows([kind])[0]), file=sys.stderr, flush=True)
     finally:
         if harness is not None:
             await harness.close()
-    return rows
-
-
-def merge(file: Path, report: dict[str, Any], argv: list[str]) -> None:
-    """Rows of this run replace those of the same kinds, so that a long campaign can be cut into runs."""
-    book: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"kinds": [], "runs": []}
-    new = {row["kind"] for row in report["kinds"]}
-    rows = [row for row in book["kinds"] if row["kind"] not in new] + report["kinds"]
-    run = {**facts.gather(argv), "command": " ".join(["pageferry", "chaos", *argv]), "seconds": report["seconds"]}
-    order = list(KINDS)
-    book |= {"check": report["check"], "kinds": sorted(rows, key=lambda row: order.index(row["kind"]))}
-    book["runs"].append(run)
-    file.write_text(json.dumps(book, indent=1) + "\n")
 
 
 COLUMNS = (
@@ -129,34 +148,37 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", choices=("on", "off"), default="on", help="off: negative control")
     parser.add_argument("--model", default=DEMO_MODEL)
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no trial after this")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--out", type=Path, help="also put the rows into this JSON file; other kinds in it stay")
-    parser.add_argument("--verbose", action="store_true", help="print every trial")
+    parser.add_argument(
+        "--out", type=Path, help="keep trials in this file; those that are in it already are not repeated"
+    )
     args = parser.parse_args(argv)
     kinds = list(KINDS) if args.kind == "all" else args.kind.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"no fault {unknown[0]!r}; known: {', '.join(KINDS)}")
     checked = args.check == "on"
+    book = Book(args.out, checked, args.seed)
     started = time.time()
-    rows = asyncio.run(run(kinds, args.trials, args.seed, checked, args.model, args.verbose))
-    report = {
-        "check": args.check,
-        "seed": args.seed,
-        "trials": args.trials,
-        "seconds": round(time.time() - started, 1),
-        "passed": all(passed(row, checked) for row in rows),
-        "kinds": rows,
-    }
-    if args.out:
-        merge(args.out, report, argv)
+    facts_now = facts.gather(argv)
+    try:
+        asyncio.run(run(book, kinds, args.trials, args.seed, checked, args.model, args.minutes))
+    finally:
+        command = " ".join(["pageferry", "chaos", *argv])
+        book.tree["runs"].append({**facts_now, "command": command, "seconds": round(time.time() - started, 1)})
+        book.save()
+    rows = book.rows(kinds)
+    whole = all(not book.missing(kind, args.trials) for kind in kinds)
+    ok = whole and all(passed(row, checked) for row in rows)
     if args.json:
+        report = {"check": args.check, "seed": args.seed, "trials": args.trials, "passed": ok, "kinds": rows}
         print(json.dumps(report))
     else:
         print(head())
         for row in rows:
             print(line(row))
-        print("passed" if report["passed"] else "FAILED")
-    return 0 if report["passed"] else 1
+        print("passed" if ok else "FAILED" if whole else "not all trials are done yet")
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":
