@@ -96,6 +96,7 @@ async def _warm_up(session: aiohttp.ClientSession, running: Running, plan: Plan,
 
 
 async def _idle(running: Running, seconds: float = 2.0) -> float:
+    await asyncio.sleep(1.0)  # what the warm-up left is done
     before = running.cpu_seconds()
     await asyncio.sleep(seconds)
     return (running.cpu_seconds() - before) / seconds

@@ -51,8 +51,18 @@ def _targets(running: Running) -> list[str]:
 
 
 async def read(running: Running) -> Reading:
-    """Waits for the next export, then reads. Empty when the system exports nothing."""
-    await asyncio.sleep(EXPORT_EVERY_S)
+    """Waits until every process has exported what it counted up to now, then reads. Empty: it exports nothing."""
+    previous: Reading | None = None
+    for _ in range(4):
+        await asyncio.sleep(EXPORT_EVERY_S)
+        now = await _scrape(running)
+        if now == previous:
+            break
+        previous = now
+    return now
+
+
+async def _scrape(running: Running) -> Reading:
     total: Reading = {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         for target in _targets(running):
