@@ -81,7 +81,7 @@ def _limit_memory(setup: Setup) -> Ready:
     least = codec.WORKING_BYTES_PER_WEIGHT * setup.widest_row * ROW_MULTIPLE
     if free < least:
         raise ValueError(
-            f"--max-memory leaves {setup.share_bytes >> 20} MiB a worker, but it needs "
+            f"--max-memory leaves {max(0, setup.share_bytes) >> 20} MiB a worker, but it needs "
             f"{(base + SLACK_BYTES + least >> 20) + 1} MiB ({base >> 20} MiB of it libraries); "
             "raise --max-memory or lower --workers"
         )
