@@ -541,7 +541,12 @@ class DecodeHost(_Host):
     def _encode(self, outputs: Any, share: list[Any], stats: Any) -> list[bytes]:
         from vllm.v1.engine import EngineCoreOutputs
 
-        part = EngineCoreOutputs(outputs=share, scheduler_stats=stats, timestamp=outputs.timestamp)
+        part = EngineCoreOutputs(
+            outputs=share,
+            scheduler_stats=stats,
+            timestamp=outputs.timestamp,
+            weight_version=outputs.weight_version,
+        )
         return [bytes(frame) for frame in self._encoder.encode(part)]
 
 

@@ -8,7 +8,8 @@ matrix product's rounding depends on how many rows are computed together.
 
 Every form is asked twice and the second answers are compared. A single FP8 engine itself answers a prompt that it sees
 for the first time from keys and values that are not rounded yet, and the next time from its FP8 pages: log
-probabilities move by a few hundredths between the two. Decode always reads pages.
+probabilities move by a few hundredths between the two. Decode always reads pages, also for the tail of a prompt that a
+warm single engine computes anew, so a seeded draw or a tie that lies within that rounding can still fall the other way.
 """
 
 from __future__ import annotations
