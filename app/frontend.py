@@ -46,13 +46,20 @@ class Frontend:
         directory.watch(self._replicas_changed)
 
     async def _start_server(self) -> None:
-        from actors.engine.config import tokenizer_of
+        from actors.engine.config import generation, tokenizer_of
         from app.core_client import FerryCoreClient
         from app.metrics import observer
         from app.server import build_server, frontend_config, server_args
 
         spec = self.spec
         announcement = await self.decode.describe()
+        tokenizer, theirs = tokenizer_of(spec), announcement.fingerprint.tokenizer
+        if announcement.generation == generation(spec) and tokenizer != theirs:
+            raise RuntimeError(
+                f"decode's checkpoint {spec.pools.decode.weights} has another tokenizer ({theirs}) than "
+                f"{spec.model.path} ({tokenizer}): use a checkpoint of the same model, or set model.tokenizer to the "
+                "one that both were made for"
+            )
         args = server_args(spec)
         config = frontend_config(args, announcement.max_model_len, announcement.blocks_total)
         self.client = FerryCoreClient(
@@ -63,7 +70,7 @@ class Frontend:
             block_tokens=spec.pools.decode.block_tokens,
             caches_prefixes=spec.pools.prefill.enable_prefix_caching,
             num_engines=spec.pools.decode.bounds[1],
-            tokenizer=tokenizer_of(spec),
+            tokenizer=tokenizer,
             observe=observer(),
         )
         self._asgi, self._fastapi, self.llm = await build_server(

@@ -15,6 +15,7 @@ from actors.engine.replica import DecodeReplica, PrefillReplica
 from app.frontend import Frontend
 from cluster.placement import deployment_options, frontend_options
 from cluster.planning.at_start import refuse_unfit_cpu_pools
+from cluster.quality import refuse_poor_quality
 from cluster.spec import ClusterSpec, SpecError
 
 
@@ -33,6 +34,7 @@ def build(args: dict[str, str]) -> Application:
 def application(spec: ClusterSpec) -> Application:
     """Frontend, Prefill and Decode. The controller and the transfer actors are found or made by who needs them."""
     refuse_unfit_cpu_pools(spec)
+    refuse_poor_quality(spec)
     tree = spec.model_dump(mode="json")
     decode = serve.deployment(DecodeReplica, **deployment_options(spec, "decode")).bind(tree)
     prefill = None

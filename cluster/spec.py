@@ -53,6 +53,11 @@ class PoolSpec(_Section):
     kv_dtype: KvDtype = "bfloat16"
     kv_cache_gib: float | None = Field(default=None, gt=0, description="CPU replicas: GiB of KV cache")
     weights: str | None = Field(default=None, description="checkpoint of this pool; default: model.path")
+    weights_quality: Literal["require", "check", "ignore"] = Field(
+        default="check",
+        description="of a compressed checkpoint at start. check: refuse one that was found bad, warn of one nobody has "
+        "judged; require: refuse both; ignore: serve anything",
+    )
     block_tokens: int = Field(default=32, ge=1, description="tokens a page; the same in both pools")
     max_num_seqs: int = Field(default=32, ge=1)
     max_num_batched_tokens: int | None = Field(default=None, ge=1)

@@ -34,7 +34,8 @@ def check(new: Announcement, members: Iterable[Announcement]) -> None:
             raise IncompatibleReplica(
                 f"{new.role} replica {new.replica_id} does not fit {member.role} replica {member.replica_id}: "
                 + "; ".join(problems)
-                + ". Start it with the cluster's model and tokenizer, or start another application for this one"
+                + ". Start it with the cluster's model and tokenizer (model.tokenizer names one that speaks for both "
+                "checkpoints), or start another application for this one"
             )
         key = repr(member.layout)
         if member.role is new.role or key in seen:

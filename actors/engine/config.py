@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -143,17 +144,43 @@ def fingerprint(vllm_config: Any, tokenizer_path: str) -> Fingerprint:
 
 
 def tokenizer_of(spec: ClusterSpec) -> str:
-    """What `Fingerprint.tokenizer` is for this cluster's replicas."""
+    """What `Fingerprint.tokenizer` is for this cluster's frontends, which turn text into the tokens of all pools."""
     return hash_tokenizer(spec.model.tokenizer or spec.model.path)
 
 
+def tokenizer_path(spec: ClusterSpec, role: Role) -> str:
+    """Where the tokenizer lies that the pool's weights were made for: beside them, unless `model.tokenizer` speaks for
+    both pools or the pool's checkpoint has none."""
+    own = pool_of(spec, role).weights
+    if spec.model.tokenizer is None and own and any((Path(own) / name).is_file() for name in TOKENIZER_FILES):
+        return own
+    return spec.model.tokenizer or spec.model.path
+
+
 def hash_tokenizer(path: str) -> str:
-    """SHA-256 over the tokenizer's vocabulary files; `path` itself when it is no folder (a name in the hub cache)."""
+    """SHA-256 over what decides which tokens a text becomes; `path` itself when it is no folder (a name in the hub
+    cache).
+
+    Of `tokenizer.json` that is the vocabulary, merges, added tokens and what splits the text, in one spelling: tools
+    that convert checkpoints write the file anew. Without it, the bytes of the vocabulary files.
+    """
     folder = Path(path)
+    digest = hashlib.sha256()
+    if (folder / "tokenizer.json").is_file():
+        digest.update(_tokens_of(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))))
+        return digest.hexdigest()
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not files:
         return path
-    digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
+
+
+def _tokens_of(tree: dict[str, Any]) -> bytes:
+    model = tree.get("model") or {}
+    # Older files write a merge as "a b", newer ones as ["a", "b"].
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
+    added = [[token.get("id"), token.get("content")] for token in tree.get("added_tokens") or ()]
+    kept = [model.get("type"), model.get("vocab"), merges, added, tree.get("normalizer"), tree.get("pre_tokenizer")]
+    return json.dumps(kept, sort_keys=True).encode()

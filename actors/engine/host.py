@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of
+from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
 from actors.engine.orders import OpenOrder, SealOrder, to_params
 from actors.nouns import (
     Announcement,
@@ -36,6 +36,7 @@ from actors.nouns import (
 )
 from actors.transfer.staging import StagingError
 from cluster.planning.at_start import refuse_unfit
+from cluster.quality import refuse_poor_quality
 from cluster.spec import ClusterSpec
 from kernels.layout import PageLayout
 
@@ -117,6 +118,7 @@ class _Host:
             import torch
 
             refuse_unfit(self.spec, str(self.role), torch.cuda.get_device_name())
+        refuse_poor_quality(self.spec, str(self.role))
         args = AsyncEngineArgs(**engine_kwargs(self.spec, self.role, self.replica_id, socket_path))
         self.config = args.create_engine_config()
         self.core = EngineCoreClient.make_async_mp_client(self.config, Executor.get_class(self.config), log_stats=True)
@@ -134,7 +136,7 @@ class _Host:
         self._tasks = [asyncio.create_task(self._pump())]
         self.description = (await self.core.collective_rpc_async("pageferry_describe"))[0]
         self.layout = PageLayout.from_dict(self.description["layout"])
-        self.fingerprint = fingerprint(self.config, self.spec.model.tokenizer or self.spec.model.path)
+        self.fingerprint = fingerprint(self.config, tokenizer_path(self.spec, self.role))
         self.controller = self._get_controller()
         self._stats = await self.core.call_utility_async("pageferry_scheduler")
         await self.controller.join.remote(self.announcement())

@@ -23,6 +23,7 @@ from app.processes import MARK, end_marked, marked, sweep
 from cluster.placement import DRAIN_S
 from cluster.planning.at_start import refuse_unfit_cpu_pools
 from cluster.planning.fits import DoesNotFit
+from cluster.quality import PoorQuality, check_quality
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 
 APPLICATION = "pageferry"
@@ -55,7 +56,9 @@ def main(argv: list[str]) -> int:
             overrides["frontend.port"] = args.port
         spec = ClusterSpec.load(args.config, overrides)
         refuse_unfit_cpu_pools(spec)  # before anything is started
-    except (SpecError, DoesNotFit) as error:
+        check_quality(spec, "prefill")
+        check_quality(spec, "decode")
+    except (SpecError, DoesNotFit, PoorQuality) as error:
         print(f"pageferry serve: {error}", file=sys.stderr)
         return 2
     _catch_signals()

@@ -14,9 +14,9 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from cluster.quality import Interval, Measures
 from ops.compress.bench import hardware_line
 from ops.compress.evaluate import Engine, compare, measure, read_text
-from ops.compress.quality import Interval, Measures
 from ops.compress.source import open_checkpoint
 
 KV_DTYPES = ("auto", "fp8")

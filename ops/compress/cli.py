@@ -11,11 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cluster.quality import State, Verdict, read_verdict
 from ops.compress.calibrated import METHODS, Calibration, check_calibrator, identity_of
 from ops.compress.families import PACKABLE, choose, family_of
 from ops.compress.plan import Action, Options, Plan, make_plan
 from ops.compress.progress import ProgressBar
-from ops.compress.quality import State, Verdict, judge, parse_bounds, read_verdict, store_verdict
+from ops.compress.quality import judge, parse_bounds, store_verdict
 from ops.compress.run import MemoryExceeded, Resources, RunFigures, compress, default_workers
 from ops.compress.source import Checkpoint, open_checkpoint
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ops.compress.quality import Bucket, Interval, Measures, State, Verdict
+from cluster.quality import Bucket, Interval, Measures, State, Verdict
 from ops.compress.source import open_checkpoint
 
 RESAMPLES = 2000

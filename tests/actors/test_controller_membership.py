@@ -29,6 +29,28 @@ def test_another_tokenizer_or_geometry_is_refused_with_both_sides_shown() -> Non
     assert rig.admit().prefill is None, "a refused replica gets no work"
 
 
+@pytest.mark.parametrize(("role", "other"), [(Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (Fingerprint(geometry={"layers": 2}, tokenizer="other"), "tokenizer: 'other' here, 't' in the cluster"),
+        (Fingerprint(geometry={"layers": 3}, tokenizer="t"), "geometry.layers: 3 here, 2 in the cluster"),
+        (Fingerprint(geometry={}, tokenizer="t"), "geometry.layers: 'absent' here, 2 in the cluster"),
+    ],
+)
+def test_two_checkpoints_must_agree_whichever_pool_comes_second(
+    role: Role, other: Role, wrong: Fingerprint, says: str
+) -> None:
+    rig = Rig()
+    rig.join("first", other)
+    refused = rig.join("second", role, fingerprint=wrong)
+    assert isinstance(refused, IncompatibleReplica)
+    assert f"{role} replica second does not fit {other} replica first: {says}" in str(refused)
+    assert "model.tokenizer" in str(refused)
+    assert set(rig.machine.registry.replicas) == {"first"}
+    assert not isinstance(rig.join("second", role), IncompatibleReplica), "with the right checkpoint it may join"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -8,20 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.compress.quality import (
-    FILE_NAME,
-    UNJUDGED,
-    UNJUDGED_FILES,
-    Bucket,
-    Interval,
-    Measures,
-    State,
-    Verdict,
-    judge,
-    parse_bounds,
-    read_verdict,
-    store_verdict,
-)
+from cluster.quality import FILE_NAME, Bucket, Interval, Measures, State, Verdict, read_verdict
+from ops.compress.quality import UNJUDGED, UNJUDGED_FILES, judge, parse_bounds, store_verdict
 
 MEASURES = Measures(
     positions=4088,

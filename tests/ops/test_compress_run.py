@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.quality import State, read_verdict
 from ops.compress.families import choose, family_of
 from ops.compress.plan import Options, Plan, make_plan
-from ops.compress.quality import State, read_verdict
 from ops.compress.run import Resources, RunFigures, compress
 from ops.compress.source import Checkpoint, open_checkpoint
 from ops.compress.synthetic import Geometry, make_checkpoint
