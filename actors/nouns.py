@@ -18,6 +18,10 @@ import msgspec
 TicketId = int
 ReplicaId = str
 
+# `stop_reason` of the last output of a request whose block table named a page that is not its own (`finish_reason`
+# is ERROR), so that a frontend can tell it from every other error.
+PAGE_INTEGRITY = "page_integrity"
+
 
 class Role(StrEnum):
     PREFILL = "prefill"

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from app.story import PAGE_INTEGRITY_ERROR
 from app.transport import AsyncTransport, Reply, Transport, async_transport, transport
 
 Messages = str | list[dict[str, Any]]
@@ -29,11 +30,21 @@ Prompt = str | list[int] | list[str] | list[list[int]]
 class ServiceError(Exception):
     """The service refused or failed a request. `retry_after_s` is set when it is worth trying again later."""
 
-    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None, kind: str = "") -> None:
         super().__init__(f"{status}: {message}")
         self.status = status
         self.message = message
         self.retry_after_s = retry_after_s
+        self.kind = kind  # the error's `type` as the service sent it
+
+
+class PageIntegrityError(ServiceError):
+    """A page of the request's KV cache was not its own. What had been streamed until then is right; send it again."""
+
+
+def _error(status: int, message: str, retry_after_s: float | None, kind: str) -> ServiceError:
+    made = PageIntegrityError if kind == PAGE_INTEGRITY_ERROR else ServiceError
+    return made(status, message, retry_after_s, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +131,8 @@ def _deltas(event: bytes) -> Iterator[Delta]:
     raw = json.loads(event)
     if "error" in raw:
         error = raw["error"]
-        raise ServiceError(int(error.get("code") or 500), error.get("message", "the stream failed"))
+        message = error.get("message", "the stream failed")
+        raise _error(int(error.get("code") or 500), message, None, str(error.get("type") or ""))
     usage = _usage(raw.get("usage"))
     for choice in raw.get("choices", ()):
         text = (choice.get("delta") or {}).get("content") if "delta" in choice else choice.get("text")
@@ -146,13 +158,15 @@ class _Lines:
 def _raise_for(reply: Reply, body: bytes) -> None:
     if reply.status < 400:
         return
+    kind = ""
     try:
         error = json.loads(body)["error"]
         message = error["message"] if isinstance(error, dict) else str(error)
+        kind = str(error.get("type") or "") if isinstance(error, dict) else ""
     except (ValueError, KeyError, TypeError):
         message = body.decode(errors="replace")[:500]
     retry_after = reply.headers.get("retry-after")
-    raise ServiceError(reply.status, message, float(retry_after) if retry_after else None)
+    raise _error(reply.status, message, float(retry_after) if retry_after else None, kind)
 
 
 class _Named:

@@ -25,7 +25,7 @@ from app.family import Family
 from app.links import Link
 from app.ports import ControllerGone, ControllerPort, DecodePort, PrefillPort
 from app.run import Run
-from app.story import Broken, Cancelled, Fault, Finished, PrefillLost
+from app.story import Broken, Cancelled, Event, Fault, Finished, PrefillLost
 
 logger = logging.getLogger("pageferry.frontend")
 
@@ -137,7 +137,13 @@ class FerryCoreClient:
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Acts at once: every phase hears of it before this returns; what is left to do runs on by itself."""
-        event = Cancelled() if LEAVING.get() else Finished()
+        self._tell(request_ids, Cancelled() if LEAVING.get() else Finished())
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Nobody reads their tokens any more."""
+        self._tell(request_ids, Cancelled())
+
+    def _tell(self, request_ids: list[str], event: Event) -> None:
         for request_id in request_ids:
             if run := self.runs.get(request_id):
                 run.tell(event)

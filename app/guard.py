@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app import failures
 from app.context import CALLER, Caller
 from app.forms import INTERNAL_ARGS
 from app.story import Fault
@@ -20,7 +21,6 @@ from app.story import Fault
 CONTAINERS = ("vllm_xargs", "extra_args", "sampling_params", "extra_body")
 HANG_UP_S = 5.0  # vLLM's handlers take milliseconds to stop
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")
-REASONS = {429: "Too Many Requests", 503: "Service Unavailable", 500: "Internal Server Error"}
 
 
 def error_response(status: int, message: str, kind: str, param: str | None = None) -> JSONResponse:
@@ -72,7 +72,12 @@ class Guard:
                     return
                 receive = _replay(body, receive)
             if scope["type"] == "http":
-                await _run(self.app, scope, receive, _Responder(send, caller))
+                responder = _Responder(send, caller)
+                try:
+                    await _run(self.app, scope, receive, responder)
+                except Exception:
+                    if not await responder.broken_off():
+                        raise
             else:
                 await self.app(scope, receive, send)
         finally:
@@ -163,36 +168,87 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class _Responder:
-    """Adds Retry-After, and turns an event stream whose first event is our refusal into a plain HTTP error."""
+    """Says a fault in full: its type, Retry-After, and the end of a stream.
+
+    An event stream whose first event is our refusal becomes a plain HTTP error.
+    """
 
     def __init__(self, send: Send, caller: Caller) -> None:
         self._send = send
         self._caller = caller
-        self._held: Message | None = None
+        self._held: Message | None = None  # the start of a response whose first event, or whose error, is not seen yet
+        self._error_body: list[bytes] | None = None
+        self._streaming = False
         self._replaced = False
+        self._first = self._last = b""  # events of the stream
 
     async def __call__(self, message: Message) -> None:
         if self._replaced:
             return
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            if headers.get("content-type", "").startswith("text/event-stream"):
-                self._held = message
-                return
-            if message["status"] >= 400 and (fault := self._caller.fault) is not None and fault.retry_after_s > 0:
+            await self._on_start(message)
+        elif self._error_body is not None:
+            await self._on_error_body(self._error_body, message)
+        elif self._streaming:
+            await self._on_chunk(message)
+        else:
+            await self._send(message)
+
+    async def _on_start(self, message: Message) -> None:
+        headers = MutableHeaders(scope=message)
+        if headers.get("content-type", "").startswith("text/event-stream"):
+            self._held, self._streaming = message, True
+            return
+        if message["status"] >= 400 and (fault := self._caller.fault) is not None:
+            if fault.retry_after_s > 0:
                 headers["retry-after"] = retry_after(fault)
-        elif self._held is not None:
+            if fault.kind:
+                self._held, self._error_body = message, []
+                return
+        await self._send(message)
+
+    async def _on_error_body(self, chunks: list[bytes], message: Message) -> None:
+        chunks.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        fault, start = self._caller.fault, self._held
+        assert fault is not None and start is not None
+        body = failures.with_kind(b"".join(chunks), fault)
+        MutableHeaders(scope=start)["content-length"] = str(len(body))
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _on_chunk(self, message: Message) -> None:
+        fault, chunk = self._caller.fault, message.get("body", b"")
+        if self._held is not None:
             start, self._held = self._held, None
-            if (fault := self._caller.fault) is not None:
+            if fault is not None:
                 self._replaced = True
                 await self._send_fault(fault)
                 return
             await self._send(start)
+            self._first = chunk
+        elif fault is not None and failures.is_error_event(chunk):
+            message = {**message, "body": failures.error_event(chunk, fault, self._last)}
+        self._last = chunk or self._last
+        self._streaming = message.get("more_body", False)
         await self._send(message)
 
+    async def broken_off(self) -> bool:
+        """vLLM's server has raised. True: it was our fault that ended a stream, and the client has been told of it."""
+        fault = self._caller.fault
+        if fault is None or not self._streaming or self._replaced:
+            return False
+        if self._held is not None:
+            await self._send_fault(fault)
+        else:
+            body = failures.closing_events(fault, self._first, self._last)
+            await self._send({"type": "http.response.body", "body": body})
+        self._replaced = True
+        return True
+
     async def _send_fault(self, fault: Fault) -> None:
-        kind = REASONS.get(fault.status, "Service Unavailable")
-        response = error_response(fault.status, fault.message, kind)
+        response = error_response(fault.status, fault.message, failures.kind_of(fault))
         if fault.retry_after_s > 0:
             response.headers["retry-after"] = retry_after(fault)
         await self._send({"type": "http.response.start", "status": fault.status, "headers": response.raw_headers})

@@ -12,7 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
 from app.core_client import FAMILY, LEAVING, FerryCoreClient
-from app.errors import to_exception
+from app.errors import RequestFault, to_exception
 from app.family import Family
 from app.story import Fault
 
@@ -37,7 +37,10 @@ class FerryLLM(AsyncLLM):
         family = Family(count)
         token = FAMILY.set(family)
         try:
-            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+            queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
+            if isinstance(queue.output, RequestFault):  # one of the sequences has failed while others were being added
+                await self.abort(queue.request_id, internal=True)
+            return queue
         finally:
             FAMILY.reset(token)
             self.engine_core.close_family(family)
@@ -58,8 +61,15 @@ class FerryLLM(AsyncLLM):
             LEAVING.reset(token)
 
     def _fail(self, request_id: str, fault: Fault) -> None:
-        """A request has failed after it was added: its generator raises the error instead of ending quietly."""
-        state = self.output_processor.request_states.get(request_id)
-        self.output_processor.abort_requests([request_id], internal=True)
-        if state is not None and state.queue is not None:
-            state.queue.put(to_exception(fault))
+        """A request has failed after it was added: its generator raises the error instead of ending quietly.
+
+        With n > 1 the error is the whole answer, so the other sequences end as well.
+        """
+        processor = self.output_processor
+        state = processor.request_states.get(request_id)
+        processor.abort_requests([request_id], internal=True)
+        if state is None or state.queue is None:
+            return
+        state.queue.put(to_exception(fault))
+        if state.parent_req is not None:
+            self.engine_core.cancel(processor.abort_requests([state.queue.request_id], internal=True))

@@ -12,7 +12,7 @@ import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from actors.nouns import HandOver, Outcome, ReplicaId, Ticket, Verdict
+from actors.nouns import PAGE_INTEGRITY, HandOver, Outcome, ReplicaId, Ticket, Verdict
 from app import forms, story
 from app.context import Caller, detached
 from app.errors import to_exception
@@ -34,6 +34,7 @@ from app.story import (
     Follow,
     HandedOver,
     NoHandOver,
+    PageMismatch,
     Phase,
     Prefill,
     Prefilled,
@@ -115,6 +116,10 @@ class Run:
             self._unregister()
             self.decode_lost(replica, "its replica was told to drop it")
             return None
+        if output.finish_reason is FinishReason.ERROR and output.stop_reason == PAGE_INTEGRITY:
+            # It carries no token. What the client is told is the story's; vLLM would say "Internal server error".
+            self._page_mismatch()
+            return None
         first = not self.tokens
         if self._silent and output.new_token_ids:
             self._silent = False
@@ -132,6 +137,13 @@ class Run:
             failed = output.finish_reason is FinishReason.ERROR
             self.tell(Finished(Outcome.FAILED if failed else Outcome.DONE))
         return taken
+
+    def _page_mismatch(self) -> None:
+        replica = self._link.replica_id if self._link is not None else ""
+        name = self.request.external_req_id or self.request_id
+        self._unregister()
+        self._engine_finished = True
+        self.tell(PageMismatch(replica, name, len(self.tokens)))
 
     # -- the loop
 
@@ -281,6 +293,7 @@ class Run:
             self.transcript.cached_tokens = None
         self._unregister()
         self._silent = True
+        self._engine_finished = False
         self._submissions += 1
         self._engine_id = self.request_id if self._submissions == 1 else f"{self.request_id}~{self._submissions}"
         self.transcript.new_engine(replays=self._story.recovery is Recovery.REPLAY)
@@ -349,6 +362,8 @@ class Run:
             self.client.observe("token_gap", gap_s, {})
         if end.fault is not None and end.fault.retry_after_s > 0:
             self.client.observe("busy", 1, {})
+        if end.fault is not None and end.fault.kind == story.PAGE_INTEGRITY_ERROR:
+            self.client.observe("page_integrity_error", 1, {})
         self.client.observe("ended", len(self.tokens), {"outcome": str(end.outcome)})
 
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from actors.nouns import Busy, HandOver, Outcome, ReplicaId, Role, Ticket, Verdict
 
+PAGE_INTEGRITY_ERROR = "page_integrity_error"  # the `type` of the error that a client gets
 MAX_LOSSES = 6  # replicas one request may see die before it fails: more means that the request itself kills them
 
 
@@ -91,6 +92,18 @@ class DecodeLost:
 
 
 @dataclass(frozen=True, slots=True)
+class PageMismatch:
+    """Decode ended the request before a step's token left: its block table named a page that is not its own.
+
+    `request` is the request's name for people.
+    """
+
+    replica_id: ReplicaId
+    request: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last output of the request has been passed on, or a stop string ended it in the frontend."""
 
@@ -120,6 +133,7 @@ Event = (
     | Carried
     | Submitted
     | DecodeLost
+    | PageMismatch
     | Finished
     | Cancelled
     | Broken
@@ -171,11 +185,15 @@ class ReportLost:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What the client is told. `status` is the HTTP status; `retry_after_s` above 0 becomes a Retry-After header."""
+    """What the client is told. `status` is the HTTP status; `retry_after_s` above 0 becomes a Retry-After header.
+
+    `kind` is the `type` of the error in the answer; "": what vLLM's server calls that status.
+    """
 
     status: int
     message: str
     retry_after_s: float = 0.0
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +318,15 @@ def _on_decode_lost(story: Story, event: DecodeLost) -> Step:
     return lost, report
 
 
+def _on_page_mismatch(story: Story, event: PageMismatch) -> Step:
+    message = (
+        f"request {event.request}: a page of its KV cache was not its own, so it was ended after "
+        f"{event.num_output_tokens} tokens, before a token that had read the page could leave; these tokens are right "
+        "and no other request is affected; send it again"
+    )
+    return _end(story, Outcome.FAILED, Fault(500, message, kind=PAGE_INTEGRITY_ERROR))
+
+
 _ANYWHERE: tuple[tuple[type, Callable[..., Step]], ...] = (
     (Cancelled, _on_cancelled),
     (Finished, _on_finished),
@@ -317,6 +344,8 @@ _TABLE: dict[tuple[Phase, type], Callable[..., Step]] = {
     (P.HAND_OVER, PrefillLost): _on_prefill_lost,
     (P.FOLLOW, Carried): _alone,
     (P.SUBMIT, Submitted): _on_submitted,
+    (P.SUBMIT, PageMismatch): _on_page_mismatch,
+    (P.STREAM, PageMismatch): _on_page_mismatch,
     (P.RELOCATE, Admitted): _on_admitted,
     (P.RELOCATE, Refused): _on_refused,
     **{(phase, DecodeLost): _on_decode_lost for phase in (P.PREFILL, P.HAND_OVER, P.FOLLOW, P.SUBMIT, P.STREAM)},

@@ -47,6 +47,11 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("pageferry_replicas_lost_total", "counter", "Times a request lost its replica, by role", ("role",)),
     Metric("pageferry_resumed_total", "counter", "Streams continued on another decode replica"),
+    Metric(
+        "pageferry_page_integrity_errors_total",
+        "counter",
+        "Requests that ended as page_integrity_error: a page in their block table was not their own",
+    ),
     Metric("pageferry_output_tokens_total", "counter", "Tokens passed on to clients"),
     # controller
     Metric("pageferry_tickets", "gauge", "Tickets in flight, by state", ("state",)),

@@ -12,7 +12,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from actors.engine.integrity import PAGE_INTEGRITY, CheckTracker, Mismatch
+from actors.engine.integrity import CheckTracker, Mismatch
+from actors.nouns import PAGE_INTEGRITY
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

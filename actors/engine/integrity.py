@@ -9,8 +9,8 @@ before any token of that step leaves.
 
 What the client sees: the request's last `EngineCoreOutput` has no new tokens, `finish_reason` ERROR and `stop_reason`
 `PAGE_INTEGRITY` ("page_integrity"), so that a frontend can tell it from every other error: HTTP 500 with type
-`page_integrity`, `finish_reason` "error" in streams, or, by policy `retry`, the request run again elsewhere from its
-tokens so far.
+`page_integrity_error`, `finish_reason` "error" in streams, or, by policy `retry`, the request run again elsewhere from
+its tokens so far (`app.story`).
 
 `NoTracker` is what runs with `integrity.mode: off`: no delta, no proof, no tensor, no ledger.
 """
@@ -28,7 +28,6 @@ from actors.engine.integrity_pool import PoolGuard
 from actors.engine.ledger import Breach, Ledger
 from actors.nouns import PageDelta
 
-PAGE_INTEGRITY = "page_integrity"
 REPORTS_KEPT = 64
 
 # Running totals and gauges of one engine, as they leave it in `Heartbeat.counters`; gauges are named in GAUGES.

@@ -15,7 +15,19 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from actors.nouns import AdmitRequest, Busy, HandOver, Lease, Outcome, PrefillDone, Role, Seal, Ticket, Verdict
+from actors.nouns import (
+    PAGE_INTEGRITY,
+    AdmitRequest,
+    Busy,
+    HandOver,
+    Lease,
+    Outcome,
+    PrefillDone,
+    Role,
+    Seal,
+    Ticket,
+    Verdict,
+)
 from app.core_client import FerryCoreClient
 from app.ports import ReplicaGone
 
@@ -38,6 +50,14 @@ class Decode:
             stats.set(len(self.submitted[engine_id].prompt_token_ids or ()), cached, 0)
         output = EngineCoreOutput(
             request_id=engine_id, new_token_ids=list(tokens), finish_reason=finish, prefill_stats=stats
+        )
+        frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output], timestamp=1.0))
+        self.wire.put_nowait([bytes(frame) for frame in frames])
+
+    def page_mismatch(self, engine_id: str) -> None:
+        """The engine has ended the request because its block table named a page that is not its own."""
+        output = EngineCoreOutput(
+            request_id=engine_id, new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=PAGE_INTEGRITY
         )
         frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output], timestamp=1.0))
         self.wire.put_nowait([bytes(frame) for frame in frames])

@@ -16,10 +16,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from app import asgi
-from app.client import AsyncClient, Client, Delta, ServiceError, Usage
+from app.client import AsyncClient, Client, Delta, PageIntegrityError, ServiceError, Usage
 
 CANCELLED = threading.Event()
 CLOSING: list[Any] = []
+MIXED_UP = {"message": "a page was not its own", "type": "page_integrity_error", "param": None, "code": 500}
 
 
 def _chunk(text: str, finish: str | None = None) -> str:
@@ -32,6 +33,8 @@ async def chat(request: Request) -> Response:
     if body.get("user") == "busy":
         error = {"error": {"message": "no room", "type": "Too Many Requests", "param": None, "code": 429}}
         return JSONResponse(error, 429, {"retry-after": "3"})
+    if body.get("user") == "mixed up" and not body.get("stream"):
+        return JSONResponse({"error": MIXED_UP}, 500)
     if not body.get("stream"):
         message = {"role": "assistant", "content": f"{len(body['messages'])} turns", "tool_calls": []}
         usage = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -45,6 +48,8 @@ async def chat(request: Request) -> Response:
                 while True:
                     await asyncio.sleep(0.01)
                     yield _chunk("more ")
+            if body.get("user") == "mixed up":
+                yield f"data: {json.dumps({'error': MIXED_UP})}\n\n"
             if body.get("user") == "failing":
                 yield f"data: {json.dumps({'error': {'message': 'decode died', 'code': 503}})}\n\n"
             yield _chunk("two", "length")
@@ -175,3 +180,22 @@ async def test_the_async_client(url: str, over: str) -> None:
                 await asyncio.sleep(0.01)
         with pytest.raises(ServiceError):
             await client.chat("Hello", user="busy")
+
+
+def test_a_page_mismatch_has_a_type_of_its_own(url: str) -> None:
+    with Client(url) as client:
+        with pytest.raises(PageIntegrityError, match="not its own") as caught:
+            client.chat("Hello", user="mixed up")
+        assert (caught.value.status, caught.value.kind) == (500, "page_integrity_error")
+        seen = []
+        with client.stream_chat("Hello", user="mixed up") as stream, pytest.raises(PageIntegrityError) as late:
+            seen += [delta.text for delta in stream]
+        assert seen == [] and late.value.status == 500, "the comprehension is given up with the error"
+        with client.stream_chat("Hello", user="mixed up") as stream:
+            assert next(stream).text == "one "
+
+
+async def test_the_async_client_raises_it_too(url: str) -> None:
+    async with AsyncClient(url) as client:
+        with pytest.raises(PageIntegrityError):
+            await client.chat("Hello", user="mixed up")

@@ -199,6 +199,93 @@ async def test_what_cannot_go_on_is_a_clear_error(server: Server, stream: bool) 
         assert status == 503 and "cannot be continued exactly" in answer["error"]["message"]
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hello there", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 4},
+    "/v1/responses": {"input": "Hello there", "max_output_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 4},
+}
+
+
+def events_of(raw: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in raw.splitlines() if line.startswith(b"data: {")]
+
+
+async def mismatch(server: Server, path: str, tokens: int, **body: Any) -> tuple[int, dict[str, str], bytes]:
+    """Asks; after `tokens` tokens decode finds that a page is not the request's own."""
+    server.far.after, server.far.use_prefill = tokens, False
+    whole = asyncio.ensure_future(server.ask(path, {**FORMS[path], "temperature": 0, **body}))
+    d1 = server.far.decodes["d1"]
+    await until(lambda: d1.submitted and all(len(run.tokens) == tokens for run in server.client.runs.values()))
+    d1.page_mismatch(next(iter(d1.submitted)))
+    return await asyncio.wait_for(whole, 10.0)
+
+
+@pytest.mark.parametrize("path", FORMS)
+async def test_a_page_mismatch_is_500_with_a_type_of_its_own(server: Server, path: str) -> None:
+    status, headers, raw = await mismatch(server, path, 2)
+    error = json.loads(raw)["error"]
+    assert (status, error["type"]) == (500, "page_integrity_error")
+    assert int(headers["content-length"]) == len(raw) and headers["content-type"] == "application/json"
+    assert error["message"].startswith("request ") and "after 2 tokens" in error["message"]
+    assert "send it again" in error["message"]
+    await until(lambda: server.far.ends)
+    assert [outcome for _, outcome, _ in server.far.ends] == [Outcome.FAILED]
+    assert not server.far.decodes["d1"].aborted, "the engine has ended it by itself"
+
+
+@pytest.mark.parametrize("path", [path for path in FORMS if path != "/v1/responses"])
+async def test_before_the_first_token_a_stream_is_500_too(server: Server, path: str) -> None:
+    status, _, raw = await mismatch(server, path, 0, stream=True)
+    assert (status, json.loads(raw)["error"]["type"]) == (500, "page_integrity_error")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_page_mismatch_ends_a_stream_with_the_error(server: Server, path: str) -> None:
+    status, _, raw = await mismatch(server, path, 2, stream=True)
+    *events, last = events_of(raw)
+    assert status == 200 and raw.rstrip().endswith(b"data: [DONE]")
+    assert (last["error"]["type"], last["error"]["code"]) == ("page_integrity_error", 500)
+    [choice] = last["choices"]
+    assert (choice["index"], choice["finish_reason"]) == (0, "error")
+    assert (last["id"], last["object"]) == (events[0]["id"], events[0]["object"])
+    choices = [choice for event in events for choice in event["choices"]]
+    text = "".join(c["delta"].get("content") or "" if "delta" in c else c["text"] for c in choices)
+    assert text == server.llm.get_tokenizer().decode(WORDS[:2]), "every token before the faulty step, none of it"
+    assert all(choice["finish_reason"] is None for choice in choices)
+
+
+async def test_a_responses_stream_ends_with_error_and_failed(server: Server) -> None:
+    status, _, raw = await mismatch(server, "/v1/responses", 2, stream=True)
+    events = events_of(raw)
+    error, failed = events[-2:]
+    assert status == 200 and events[0]["type"] == "response.created"
+    assert (error["type"], error["code"]) == ("error", "page_integrity_error")
+    assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
+    assert failed["response"]["error"]["code"] == "page_integrity_error"
+    assert failed["response"]["id"] == events[0]["response"]["id"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+async def test_a_messages_stream_ends_with_the_error(server: Server) -> None:
+    status, _, raw = await mismatch(server, "/v1/messages", 2, stream=True)
+    last = events_of(raw)[-1]
+    assert status == 200 and (last["type"], last["error"]["type"]) == ("error", "page_integrity_error")
+
+
+async def test_one_of_n_sequences_ends_the_whole_request(server: Server) -> None:
+    server.far.after, server.far.use_prefill = 2, False
+    whole = asyncio.ensure_future(server.complete(n=2, temperature=1.0))
+    d1 = server.far.decodes["d1"]
+    await until(lambda: len(d1.submitted) == 2 and all(len(run.tokens) == 2 for run in server.client.runs.values()))
+    victim, other = d1.submitted
+    d1.page_mismatch(victim)
+    status, _, body = await whole
+    assert (status, body["error"]["type"]) == (500, "page_integrity_error")
+    await until(lambda: server.far.ends)
+    assert d1.aborted == [other]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves(server: Server, stream: bool) -> None:
     server.far.after = 2
@@ -211,7 +298,9 @@ async def test_a_client_that_leaves(server: Server, stream: bool) -> None:
     )
     reading = asyncio.ensure_future(anext(call))
     await until(lambda: server.client.runs and all(len(run.tokens) == 2 for run in server.client.runs.values()))
-    if not stream:
+    if stream:
+        await reading
+    else:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
     await call.aclose()

@@ -26,6 +26,7 @@ from app.story import (
     Follow,
     HandedOver,
     NoHandOver,
+    PageMismatch,
     Phase,
     Prefill,
     Prefilled,
@@ -152,6 +153,18 @@ def test_the_death_of_another_replica_is_not_ours() -> None:
     assert now.phase is Phase.STREAM and isinstance(actions[-1], Stream)
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_page_mismatch_ends_the_request_with_an_error_of_its_own(answered: bool) -> None:
+    """`answered` False: decode's verdict overtakes the answer to the call that submitted the request."""
+    before = [Admitted(ticket(prefill=None)), *([Submitted()] if answered else [])]
+    now, actions = tell(*before, PageMismatch("d1", "cmpl-1", 5))
+    end = actions[-1]
+    assert isinstance(end, End) and end.outcome is Outcome.FAILED and end.fault is not None
+    assert (end.fault.status, end.fault.kind, end.fault.retry_after_s) == (500, "page_integrity_error", 0.0)
+    assert "cmpl-1" in end.fault.message and "after 5 tokens" in end.fault.message
+    assert now.phase is Phase.ENDED
+
+
 def test_a_request_that_kills_replicas_is_stopped() -> None:
     events: list[story.Event] = [Admitted(ticket(prefill=None, decode="d0")), Submitted()]
     for number in range(story.MAX_LOSSES + 1):
@@ -188,6 +201,7 @@ EVENTS = st.one_of(
     st.just(Carried()),
     st.just(Submitted()),
     st.builds(DecodeLost, st.sampled_from(["d1", "d2"]), st.just("killed"), st.integers(0, 3)),
+    st.builds(PageMismatch, st.sampled_from(["d1", "d2"]), st.just("cmpl-1"), st.integers(0, 3)),
     st.just(Finished()),
     st.just(Broken("bug")),
 )
