@@ -18,11 +18,18 @@ DEFAULT_ENVIRONMENT = {
 }
 
 
-def run(spec: dict[str, Any]) -> list[list[list[float]]]:
-    """`spec`: checkpoint, kv_cache_dtype, tensor_parallel, windows (token ids), tap_file, record. Returns
-    [nll, kl, flip] for each position of each window (see `LogitTap.tap_window`)."""
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """`spec`: checkpoint, kv_cache_dtype, tensor_parallel, windows (token ids), tap_file, record.
+
+    Returns `figures`, [nll, kl, flip] for each position of each window (see `LogitTap.tap_window`);
+    `weights_loaded_bytes`, as loaded and before an engine's own packing, 0 where workers are processes of their own;
+    `kv_bytes_per_token`, over all layers of a rank.
+    """
     from vllm import LLM, SamplingParams
 
+    from actors.engine.weights import count_at_load, loaded_bytes
+
+    count_at_load()
     longest = max(len(window) for window in spec["windows"])
     engine = LLM(
         spec["checkpoint"],
@@ -46,7 +53,13 @@ def run(spec: dict[str, Any]) -> list[list[list[float]]]:
         answers = engine.collective_rpc("tap_window", args=(window, logprobs))
         results.append(next(answer for answer in answers if answer is not None))
         print(f"window {number + 1} of {len(spec['windows'])}", file=sys.stderr, flush=True)
-    return results
+    cache = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    tokens = cache.num_blocks * engine.llm_engine.vllm_config.cache_config.block_size
+    return {
+        "figures": results,
+        "weights_loaded_bytes": loaded_bytes(),
+        "kv_bytes_per_token": sum(tensor.size for tensor in cache.kv_cache_tensors) / tokens,
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +67,9 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault(name, value)
     spec_file, out_file = Path(argv[0]), Path(argv[1])
     results = run(json.loads(spec_file.read_text()))
-    out_file.write_text(json.dumps(results))
+    partial = out_file.with_suffix(".part")
+    partial.write_text(json.dumps(results))
+    partial.rename(out_file)  # whole or not there: a later command may go on from it
     return 0
 
 

@@ -7,15 +7,17 @@ are bootstrapped over windows, not tokens: tokens of one window are not independ
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +57,8 @@ class Comparison:
     nll: Figures
     kl: Figures
     flips: Figures
+    weights_loaded_bytes: int = 0  # of the candidate's engine; 0 where its workers are processes of their own
+    kv_bytes_per_token: float = 0.0
 
 
 def read_text(file: Path, checkpoint: Path, num_tokens: int, window: int) -> Text:
@@ -82,11 +86,13 @@ def compare(
     scratch: Path,
     tensor_parallel: int = 1,
     say: Callable[[str], None] = lambda text: None,
+    keep: Path | None = None,
 ) -> list[Comparison]:
     """Runs the reference once and every candidate against it, one engine after the other.
 
-    `scratch` needs positions x vocabulary x 4 bytes. ValueError when tokenizers differ or space is short; RuntimeError
-    with the engine's last words when it fails.
+    `scratch` needs positions x vocabulary x 4 bytes. `keep`: a folder that holds finished passes, so that the same call
+    after a kill goes on behind them; whoever names it clears it. ValueError when tokenizers differ or space is short;
+    RuntimeError with the engine's last words when it fails.
     """
     first = open_checkpoint(reference.checkpoint)
     for candidate in candidates:
@@ -94,41 +100,59 @@ def compare(
         if other.tokenizer_sha256 != first.tokenizer_sha256:
             raise ValueError(f"{candidate.checkpoint} and {reference.checkpoint} have different tokenizer files")
     needed = sum(len(window) for window in text.windows) * int(first.text_config["vocab_size"]) * 4
-    free = shutil.disk_usage(scratch).free
-    if needed > free:
+    free = shutil.disk_usage(keep or scratch).free
+    if needed > free and not (keep and any(keep.glob("*.f32"))):
         raise ValueError(
             f"{scratch} needs {needed >> 20} MiB for log-probabilities and has {free >> 20}: fewer --tokens"
         )
-    with tempfile.TemporaryDirectory(prefix=".evaluating-", dir=scratch) as folder:
-        results = []
-        nll_reference = None
-        for engine in (reference, *candidates):
-            say(f"{engine.checkpoint} with kv_cache_dtype {engine.kv_cache_dtype}")
-            raw = _pass(engine, text, Path(folder), tensor_parallel, record=nll_reference is None)
-            nll, kl, flips = raw[..., 0], raw[..., 1], raw[..., 2]
-            if nll_reference is None:
-                nll_reference = nll
-            else:
-                results.append(Comparison(nll_reference, nll, kl, flips))
+    with _folder(scratch, keep) as folder:
+        results: list[Comparison] = []
+        first_pass, recorded = _pass(reference, text, folder, tensor_parallel, "", say)
+        for engine in candidates:
+            found, _ = _pass(engine, text, folder, tensor_parallel, recorded, say)
+            raw = np.array(found["figures"], np.float64)
+            nll_reference = np.array(first_pass["figures"], np.float64)[..., 0]
+            sizes = (found["weights_loaded_bytes"], found["kv_bytes_per_token"])
+            results.append(Comparison(nll_reference, raw[..., 0], raw[..., 1], raw[..., 2], *sizes))
     return results
 
 
-def _pass(engine: Engine, text: Text, folder: Path, tensor_parallel: int, record: bool) -> Figures:
-    spec = {
+@contextlib.contextmanager
+def _folder(scratch: Path, keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix=".evaluating-", dir=scratch) as folder:
+        yield Path(folder)
+
+
+def _pass(
+    engine: Engine, text: Text, folder: Path, tensor_parallel: int, against: str, say: Callable[[str], None]
+) -> tuple[dict[str, Any], str]:
+    """What `engine_pass` returns, and the name under which its distributions can be compared with. `against`: that of
+    the reference; "" records one."""
+    spec: dict[str, Any] = {
         "checkpoint": str(engine.checkpoint),
         "kv_cache_dtype": engine.kv_cache_dtype,
         "tensor_parallel": tensor_parallel,
         "windows": text.windows,
-        "tap_file": str(folder / "reference.f32"),
-        "record": record,
+        "record": not against,
     }
-    (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "ops.compress.engine_pass", str(folder / "spec.json"), str(folder / "out.json")]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        raise RuntimeError(f"the engine for {engine.checkpoint} failed ({done.returncode}):\n{done.stderr[-3000:]}")
-    figures: Figures = np.array(json.loads((folder / "out.json").read_text()), np.float64)
-    return figures
+    identity = [spec, against, open_checkpoint(engine.checkpoint).fingerprint]
+    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    out_file = folder / f"{name}.json"
+    if not out_file.exists():
+        say(f"{engine.checkpoint} with kv_cache_dtype {engine.kv_cache_dtype}")
+        spec["tap_file"] = str(folder / f"{against or name}.f32")
+        spec_file = folder / "spec.json"
+        spec_file.write_text(json.dumps(spec))
+        command = [sys.executable, "-m", "ops.compress.engine_pass", str(spec_file), str(out_file)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            raise RuntimeError(f"the engine for {engine.checkpoint} failed ({done.returncode}):\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(out_file.read_text())
+    return found, name
 
 
 def _interval(statistic: Callable[[Figures], Figures], per_window: Figures, picks: npt.NDArray[np.int64]) -> Interval:

@@ -78,7 +78,7 @@ def vllm_nll(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     assert done.returncode == 0, done.stderr[-3000:]
-    return np.array(json.loads((tmp_path / "out.json").read_text()))[0, :, 0]
+    return np.array(json.loads((tmp_path / "out.json").read_text())["figures"])[0, :, 0]
 
 
 def test_deepseek_fp8_to_int4_in_transformers(tmp_path: Path) -> None:
