@@ -122,6 +122,17 @@ def plan_table(checkpoint: Checkpoint, plan: Plan) -> str:
     return "\n".join([*lines, f"{'all':<18}{'':>18}{total}  in {len(plan.shards)} files"])
 
 
+def caution(plan: Plan) -> str:
+    """What readers of this form cannot do, "" for the default form."""
+    experts = any(task.kind == "routed_experts" and task.action is Action.PACK for task in plan.tasks)
+    if plan.options.symmetric or not experts:
+        return ""
+    return (
+        "caution: asymmetric experts load only in vLLM's CUDA kernels (Marlin and Triton declare them); its CPU build "
+        "and transformers 5.19 refuse them. Symmetric ones load in all three"
+    )
+
+
 def _made_from(destination: Path, checkpoint: Checkpoint) -> None:
     report = destination / "report.json"
     if not report.exists():
@@ -202,6 +213,8 @@ def _run(args: argparse.Namespace) -> int:
         print(text, file=sys.stderr if args.json else sys.stdout)
 
     say(plan_table(checkpoint, plan))
+    if warning := caution(plan):
+        say(warning)
     if args.dry_run:
         return 0
     out: dict[str, Any] = {"destination": str(args.destination)}

@@ -136,3 +136,14 @@ def test_progress_in_a_log_names_rate_and_time_left() -> None:
     bar.advance(1_000_000_000)  # done by an earlier run: counts as done, not as speed
     bar.advance(500_000_000)
     assert bar.line(2 * 10**9) == " 37.5%  1500 of 4000 MB  250 MB/s  10 s left"
+
+
+def test_asymmetric_experts_are_cautioned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "source", Geometry(layers=2, experts=2, vocab=256, mtp_layers=0), fp8=False)
+    base = [str(tmp_path / "source"), str(tmp_path / "int4"), "--group-size", "64", "--dry-run"]
+    assert main(base) == 0
+    assert "caution" not in capsys.readouterr().out
+    assert main([*base, "--asymmetric"]) == 0
+    assert "caution: asymmetric experts load only in vLLM's CUDA kernels" in capsys.readouterr().out
+    assert main([*base, "--asymmetric", "--keep", "routed_experts"]) == 0
+    assert "caution" not in capsys.readouterr().out
