@@ -84,8 +84,17 @@ def _ours(source: Path, scratch: Path, workers: int, max_memory_gib: float) -> i
     return int(json.loads(done.stdout)["run"]["peak_bytes"])
 
 
+def _drop(source: Path) -> None:
+    """Takes the files out of the page cache, so that every way starts from the disk."""
+    for file in source.glob("*.safetensors"):
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)  # a page that is not written yet cannot be dropped
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
 def _read_all(source: Path) -> int:
-    """Every byte once, from the disk: the files are dropped from the page cache first."""
+    """Every byte once."""
     files = sorted(source.glob("*.safetensors"))
     buffer = np.empty(READ_BYTES, np.uint8)
     for file in files:
@@ -160,6 +169,7 @@ def hardware_line() -> str:
 def _round(args: argparse.Namespace, form: str, source: Path, nbytes: int, scratch: Path) -> list[Sample]:
     """Every way once."""
     counts = sorted({1, args.workers or default_workers()})
+    _drop(source)
     samples = [
         _timed(form, "read the files", nbytes, lambda: _read_all(source)),
         _timed(form, "copy in memory, 1 core", nbytes, lambda: _copy_all(nbytes)),
@@ -167,9 +177,11 @@ def _round(args: argparse.Namespace, form: str, source: Path, nbytes: int, scrat
     ]
     for count in counts:
         ours = functools.partial(_ours, source, scratch, count, args.max_memory)
+        _drop(source)
         samples.append(_timed(form, f"pageferry, {count} workers", nbytes, ours))
-    if args.calibrator_site:
-        samples += [_peer(form, source, scratch, args.calibrator_site, count) for count in counts]
+    for count in counts if args.calibrator_site else ():
+        _drop(source)
+        samples.append(_peer(form, source, scratch, args.calibrator_site, count))
     return samples
 
 
@@ -207,8 +219,12 @@ def table(samples: list[Sample]) -> str:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="compress-bench-", dir=args.scratch) as folder:
-        samples = run(args, Path(folder), lambda text: print(text, file=sys.stderr, flush=True))
+    try:
+        with tempfile.TemporaryDirectory(prefix="compress-bench-", dir=args.scratch) as folder:
+            samples = run(args, Path(folder), lambda text: print(text, file=sys.stderr, flush=True))
+    except (RuntimeError, OSError) as error:
+        print(f"pageferry compress --bench: {error}", file=sys.stderr)
+        return 1
     print(hardware_line())
     print(table(samples))
     if args.json:

@@ -24,7 +24,8 @@ class ProgressBar:
 
     def __init__(self, total_bytes: int) -> None:
         console = Console(stderr=True)
-        self._total, self._done, self._first = total_bytes, 0, 0
+        self._total, self._done = total_bytes, 0
+        self._first: int | None = None
         self._started_ns = self._said_ns = time.monotonic_ns()
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -50,8 +51,8 @@ class ProgressBar:
             self._bar.stop()
 
     def advance(self, nbytes: int) -> None:
-        """The first call tells what an earlier run had done, which does not count as speed."""
-        if self._done == 0:
+        """The first call tells what an earlier run had done (0 if nothing), which does not count as speed."""
+        if self._first is None:
             self._first = nbytes
         self._done += nbytes
         if self._bar:
@@ -63,9 +64,9 @@ class ProgressBar:
             print(self.line(now - self._started_ns), file=sys.stderr, flush=True)
 
     def line(self, elapsed_ns: int) -> str:
-        rate = (self._done - self._first) / max(elapsed_ns / 1e9, 1e-9)
-        left = (self._total - self._done) / rate if rate else float("inf")
+        rate = (self._done - (self._first or 0)) / max(elapsed_ns / 1e9, 1e-9)
+        left = f"{(self._total - self._done) / rate:.0f} s left" if rate else "time left not known yet"
         return (
             f"{self._done / self._total:6.1%}  {self._done / 1e6:.0f} of {self._total / 1e6:.0f} MB  "
-            f"{rate / 1e6:.0f} MB/s  {left:.0f} s left"
+            f"{rate / 1e6:.0f} MB/s  {left}"
         )

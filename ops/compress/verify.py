@@ -60,6 +60,7 @@ def verify(
         digest = digests.get(shard.file, "")
         return checkpoint.path, destination, shard, plan.options, digest, recorded
 
+    on_progress(0)  # nothing is kept of an earlier verification
     if workers == 1:
         for shard in plan.shards:
             result.problems += check_shard(*arguments(shard))

@@ -136,6 +136,11 @@ def test_progress_in_a_log_names_rate_and_time_left() -> None:
     bar.advance(1_000_000_000)  # done by an earlier run: counts as done, not as speed
     bar.advance(500_000_000)
     assert bar.line(2 * 10**9) == " 37.5%  1500 of 4000 MB  250 MB/s  10 s left"
+    fresh = ProgressBar(4_000_000_000)
+    fresh.advance(0)
+    assert fresh.line(10**9) == "  0.0%  0 of 4000 MB  0 MB/s  time left not known yet"
+    fresh.advance(1_000_000_000)
+    assert fresh.line(2 * 10**9) == " 25.0%  1000 of 4000 MB  500 MB/s  6 s left"
 
 
 def test_asymmetric_experts_are_cautioned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
