@@ -91,15 +91,16 @@ class Book:
 
 
 async def run(book: Book, kinds: list[str], trials: int, seed: int, checked: bool, model: str, minutes: float) -> None:
-    until = time.monotonic() + 60 * minutes
+    until = 0.0
     harness: Harness | None = None
     try:
         for kind in kinds:
             for number in book.missing(kind, trials):
-                if time.monotonic() > until:
-                    return
                 if harness is None:
                     harness = await Harness.start(spec_for(model, tuple(KINDS), seed, checked), seed)
+                    until = until or time.monotonic() + 60 * minutes  # starting engines does not count
+                if time.monotonic() > until:
+                    return
                 try:
                     trial = await run_trial(harness, kind, number)
                 except NotPlaced as error:
@@ -148,7 +149,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", choices=("on", "off"), default="on", help="off: negative control")
     parser.add_argument("--model", default=DEMO_MODEL)
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no trial after this")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no trial after this, engine start not counted"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--out", type=Path, help="keep trials in this file; those that are in it already are not repeated"

@@ -20,27 +20,30 @@ NUM_PAGES = 192
 HAND_OVER_S = 0.6  # the deadline that lost and late proofs run into
 MAX_TOKENS = 9
 
-# Plain statements that a small model continues with confidence: a near tie between two tokens would make the answer
-# depend on which requests share a batch, and hide (or feign) a wrong page.
+# How far, in nats, the greedy token has to be ahead of the next one at every position of a prompt's answer. Company in
+# the batch and the road of the prompt's pages move the logits by rounding (up to 0.5 here, on BF16 matrix products and
+# FP8 pages): a nearer tie would fall the other way now and then, and feign or hide a wrong page.
+MARGIN = 0.6
+# Plain statements that a small model continues with confidence.
 TEXTS = (
-    "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen, sixteen, "
-    "seventeen, eighteen, nineteen, twenty, twenty-one, twenty-two, twenty-three, twenty-four,",
-    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday. Monday, Tuesday, Wednesday, Thursday, Friday, "
-    "Saturday, Sunday. Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday. Monday,",
+    "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen, "
+    "sixteen, seventeen, eighteen, nineteen, twenty, twenty-one, twenty-two, twenty-three, twenty-four,",
     "January, February, March, April, May, June, July, August, September, October, November, December. January, "
     "February, March, April, May, June, July, August, September, October, November, December. January,",
-    "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog sat on the log. The cat sat on "
-    "the mat. The dog sat on the log. The cat sat on the mat. The dog sat on the log. The cat",
-    "a b c d e f g h i j k l m n o p q r s t u v w x y z a b c d e f g h i j k l m n o p q r s t u v w x y z a b c d",
     "red green blue red green blue red green blue red green blue red green blue red green blue red green blue red "
     "green blue red green blue red green blue red green blue red green blue red green blue red green",
     "The harbour opens at nine. The ferry leaves at ten. The harbour opens at nine. The ferry leaves at ten. The "
-    "harbour opens at nine. The ferry leaves at ten. The harbour opens at nine. The ferry leaves at ten. The harbour",
-    "10 20 30 40 50 60 70 80 90 100 110 120 130 140 150 160 170 180 190 200 210 220 230 240",
-    "Paris is in France. Rome is in Italy. Madrid is in Spain. Paris is in France. Rome is in Italy. Madrid is in "
-    "Spain. Paris is in France. Rome is in Italy. Madrid is in Spain. Paris is in France. Rome is in",
-    "if x == 1: return 2 if x == 2: return 3 if x == 3: return 4 if x == 4: return 5 if x == 5: return 6 if x == 6: "
-    "return 7 if x == 7: return 8 if x == 8:",
+    "harbour opens at nine. The ferry leaves at ten. The harbour opens at nine. The ferry leaves at ten. The "
+    "harbour",
+    "if x == 1: return 2 if x == 2: return 3 if x == 3: return 4 if x == 4: return 5 if x == 5: return 6 if x == 6:"
+    " return 7 if x == 7: return 8 if x == 8:",
+    "x = 1 y = 2 z = 3 x = 1 y = 2 z = 3 x = 1 y = 2 z = 3 x = 1 y = 2 z = 3 x = 1 y = 2 z = 3 x = 1 y = 2",
+    "for i in range(10): print(i) for i in range(10): print(i) for i in range(10): print(i) for i in range(10): "
+    "print(i) for i in range(10): print(i) for i",
+    "gold silver bronze gold silver bronze gold silver bronze gold silver bronze gold silver bronze gold silver "
+    "bronze gold silver bronze gold silver bronze gold silver bronze",
+    "A dog barks. A cat meows. A cow moos. A dog barks. A cat meows. A cow moos. A dog barks. A cat meows. A cow "
+    "moos. A dog barks. A cat meows. A cow moos. A dog",
 )
 
 
@@ -61,10 +64,14 @@ class Watched:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str = ""
+    margin: float = float("inf")  # nats between the greedy token and the next one, the least so far; when asked for
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, output: Any) -> None:
         self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            # A row is the sampled token's, then the best and the second best.
+            self.margin = min([self.margin, *(float(row[1] - row[2]) for row in output.new_logprobs.logprobs)])
         if output.finish_reason is not None:
             self.finish_reason = str(output.finish_reason)
             self.stop_reason = str(output.stop_reason or "")
@@ -111,32 +118,40 @@ class Harness:
         return harness
 
     async def _learn(self, tokenizer_path: str) -> None:
-        """Answers of each prompt alone; a prompt whose answer depends on its company or its road is left out."""
+        """Answers of each prompt alone; a prompt that comes near a tie, alone or by another road, is left out."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         candidates = [Prompt(f"p{i}", tokenizer.encode(text)[:120]) for i, text in enumerate(TEXTS)]
+        margin = {prompt.name: float("inf") for prompt in candidates}
         for prompt in candidates:
-            alone = await self.start_request(prompt, max_tokens=2 * MAX_TOKENS)
+            alone = await self.start_request(prompt, max_tokens=2 * MAX_TOKENS, margins=True)
             await alone.ended()
             prompt.answer = alone.token_ids
-        fickle: set[str] = set()
+            margin[prompt.name] = alone.margin
+        candidates = [p for p in candidates if margin[p.name] >= MARGIN and len(p.token_ids) > BLOCK_TOKENS]
         for road in ("together", "handed over", "from the cache"):
             runs = []
             for prompt in candidates:
                 over, salt = await self.seal(prompt) if road == "handed over" else None, self.salt()
                 if road == "from the cache":
                     await (await self.start_request(prompt, max_tokens=1, salt=salt)).ended()
-                runs.append(await self.start_request(prompt, max_tokens=2 * MAX_TOKENS, salt=salt, over=over))
+                runs.append(
+                    await self.start_request(prompt, max_tokens=2 * MAX_TOKENS, salt=salt, over=over, margins=True)
+                )
             for run in runs:
                 await run.ended()
-                if not run.whole:
-                    fickle.add(run.prompt.name)
-        self.prompts = [p for p in candidates if p.name not in fickle and len(p.token_ids) > BLOCK_TOKENS]
+                if run.num_wrong:
+                    raise RuntimeError(
+                        f"prompt {run.prompt.name}, {road}: {run.token_ids} instead of {run.prompt.answer}, although "
+                        f"no two tokens were nearer than {MARGIN} nats when it ran alone: pages are wrong"
+                    )
+                margin[run.prompt.name] = min(margin[run.prompt.name], run.margin)
+        self.prompts = [p for p in candidates if margin[p.name] >= MARGIN]
         if len(self.prompts) < 4:
             raise RuntimeError(
-                f"only {len(self.prompts)} of {len(candidates)} prompts have an answer that does not depend on their "
-                "company on this machine; 4 are needed to tell a wrong page from a near tie"
+                f"only {len(self.prompts)} of {len(TEXTS)} prompts keep every token {MARGIN} nats ahead of the next "
+                f"one with this model ({margin}); 4 are needed to tell a wrong page from a near tie"
             )
 
     # -- requests
@@ -146,12 +161,20 @@ class Harness:
         return f"chaos-{os.getpid()}-{next(self._salts)}"
 
     async def start_request(
-        self, prompt: Prompt, *, max_tokens: int = MAX_TOKENS, salt: str | None = None, over: HandOver | None = None
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        salt: str | None = None,
+        over: HandOver | None = None,
+        margins: bool = False,
     ) -> Watched:
         from vllm.sampling_params import SamplingParams
 
         watched = Watched(uuid.uuid4().hex, prompt)
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2 if margins else None
+        )
         ticket = self.pair.alone(watched.request_id)
         if over is not None:
             ticket = self.pair.ticket(watched.request_id, len(prompt.token_ids))
