@@ -191,10 +191,14 @@ class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     num_tokens: int = 0
     detail: str = ""
+    position: int = -1  # tag_mismatch: the request's first wrong position in its block table
 
 
 class PageDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages that a request took (`added`: page id -> tag) or gave back, since the last report."""
+    """Pages that a request took (`added`: page id -> tag) or gave back, since the last report.
+
+    `added` is in the order of the request's positions. A report says first who has given everything back.
+    """
 
     request_id: str
     added: dict[int, int] = {}
@@ -206,7 +210,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     occupancy: Occupancy
     events: tuple[ReplicaEvent, ...] = ()
-    pages: tuple[PageDelta, ...] = ()
+    pages: tuple[PageDelta, ...] = ()  # only with integrity on; what does not fit comes with the next heartbeats
+    pages_whole: bool = False  # `pages` begins the replica's whole page state anew
     counters: dict[str, float] = {}  # running totals: integrity rows and pages checked, bytes sealed, ...
 
 

@@ -55,6 +55,7 @@ class FerryCoreClient:
     """The part of vLLM's `EngineCoreClient` that AsyncLLM and the OpenAI server use.
 
     `num_engines` is how many decode replicas there can be at once: each has an engine index in vLLM's own metrics.
+    `retries_mismatch`: a request whose block table named a page that is not its own is run again elsewhere, once.
     `on_fault(request_id, fault)` is called when a request fails after it was added.
     """
 
@@ -69,6 +70,7 @@ class FerryCoreClient:
         caches_prefixes: bool = True,
         num_engines: int = 1,
         tokenizer: str = "",
+        retries_mismatch: bool = False,
         observe: Observer = _nobody,
     ) -> None:
         self.frontend_id = frontend_id
@@ -78,6 +80,7 @@ class FerryCoreClient:
         self.block_tokens = block_tokens
         self.tokenizer = tokenizer
         self.caches_prefixes = caches_prefixes
+        self.retries_mismatch = retries_mismatch
         self.observe = observe
         self.on_fault: Callable[[str, Fault], None] = lambda request_id, fault: None
         self.runs: dict[str, Run] = {}

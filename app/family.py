@@ -29,6 +29,7 @@ class Family:
         self.members: dict[str, Run] = {}
         self.closed = False
         self.released = False
+        self._mismatched: set[int] = set()  # attempts in which a page of one of them was not its own
         self._answers: dict[int, asyncio.Task[Ticket | Busy]] = {}  # by attempt that is being replaced; 0: admission
         self._carrier: dict[int, str] = {}  # attempt -> request id
         self._carried: dict[int, asyncio.Event] = {}
@@ -82,7 +83,13 @@ class Family:
         attempt = report.ticket.attempt
         if attempt not in self._answers:
             call = controller.lost(
-                report.ticket, report.role, report.replica_id, report.reason, self.num_output_tokens, self.request
+                report.ticket,
+                report.role,
+                report.replica_id,
+                report.reason,
+                self.num_output_tokens,
+                self.request,
+                report.page_integrity,
             )
             self._answers[attempt] = asyncio.ensure_future(call)
         answer = await self._answer(attempt, run)
@@ -100,6 +107,19 @@ class Family:
         self.ticket = answer
         carrier = self._carrier.setdefault(answer.attempt, run.request_id)
         return Admitted(answer, carrier == run.request_id)
+
+    # -- pages that were not their own
+
+    def mismatch(self, attempt: int) -> int:
+        """A page was not its own; returns in how many attempts before this one that has happened already."""
+        self._mismatched.add(attempt)
+        return self.mismatches_before(attempt)
+
+    def mismatches_before(self, attempt: int) -> int:
+        return sum(earlier < attempt for earlier in self._mismatched)
+
+    def mismatched(self, attempt: int) -> bool:
+        return attempt in self._mismatched
 
     # -- carrying the prompt
 

@@ -83,6 +83,12 @@ def resumed(request: EngineCoreRequest, tokens: Sequence[int]) -> EngineCoreRequ
     return msgspec.structs.replace(request, prompt_token_ids=prompt, sampling_params=rest)
 
 
+def apart(request: EngineCoreRequest, ticket_id: int) -> EngineCoreRequest:
+    """The same request with a prefix cache of its ticket's own: it reads no page that anybody computed before."""
+    salt = f"pageferry ticket {ticket_id} {request.cache_salt or ''}"
+    return msgspec.structs.replace(request, cache_salt=hashlib.sha256(salt.encode()).hexdigest()[:32])
+
+
 def for_prefill(request: EngineCoreRequest) -> EngineCoreRequest:
     """What the prefill engine computes: the prompt and one token that nobody reads; no grammar, no logprobs."""
     return msgspec.structs.replace(

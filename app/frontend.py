@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from actors.nouns import Role
 from app import directory
 from app.asgi import call
+from app.audit import whole_audit
 from cluster.spec import ClusterSpec
 
 logger = logging.getLogger("pageferry.frontend")
@@ -71,6 +72,7 @@ class Frontend:
             caches_prefixes=spec.pools.prefill.enable_prefix_caching,
             num_engines=spec.pools.decode.bounds[1],
             tokenizer=tokenizer,
+            retries_mismatch=spec.integrity.policy == "retry",
             observe=observer(),
         )
         self._asgi, self._fastapi, self.llm = await build_server(
@@ -79,8 +81,9 @@ class Frontend:
             config,
             self.client,
             status=self.controller.status,
-            audit=self.controller.audit,
+            audit=self._audit,
             health=self._missing,
+            fault=self._fault if spec.faults.kinds else None,
         )
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -101,6 +104,20 @@ class Frontend:
         """One HTTP request over a handle: `(status, headers)`, then the body's chunks. See `app.client`."""
         async for item in call(self._asgi, method, path, headers, body):
             yield item
+
+    async def _audit(self) -> dict[str, Any]:
+        async def engine(pool: str, replica_id: str) -> dict[str, Any]:
+            return await (self.prefill if pool == Role.PREFILL else self.decode).audit(replica_id)
+
+        return await whole_audit(self.controller.audit, engine)
+
+    async def _fault(self, kind: str, victim: str, trial: int, more: float) -> Any:
+        from app.faults import plant
+
+        async def send(to_prefill: bool, replica_id: str, *what: Any) -> dict[str, Any]:
+            return await (self.prefill if to_prefill else self.decode).fault(replica_id, *what)
+
+        return await plant(self.client, send, kind, victim, trial, more)
 
     async def _missing(self) -> str:
         """Why no request can be served now; "" when one can."""

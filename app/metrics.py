@@ -34,6 +34,8 @@ def observer(backend: Any = None) -> Callable[[str, float, dict[str, str]], None
             emit.count("pageferry_resumed_total")
         elif name == "busy":
             emit.count("pageferry_busy_total")
+        elif name == "page_integrity_retry":
+            emit.count("pageferry_page_integrity_retries_total")
         elif name == "page_integrity_error":
             emit.count("pageferry_page_integrity_errors_total")
         else:

@@ -36,7 +36,10 @@ class ControllerPort(Protocol):
         reason: str,
         num_output_tokens: int,
         request: AdmitRequest,
-    ) -> Ticket | Busy: ...
+        page_integrity: bool = False,
+    ) -> Ticket | Busy:
+        """`page_integrity`: the replica is not lost, it ended the request because a page was not its own."""
+        ...
 
     async def ended(self, ticket_id: TicketId, outcome: Outcome, num_output_tokens: int) -> None: ...
 

@@ -105,10 +105,10 @@ class RemoteController:
         reason: str,
         num_output_tokens: int,
         request: AdmitRequest,
+        page_integrity: bool = False,
     ) -> Ticket | Busy:
-        answer: Ticket | Busy = await self._call(
-            "lost", ticket.ticket_id, ticket.attempt, role, replica_id, reason, num_output_tokens, request
-        )
+        told = (ticket.ticket_id, ticket.attempt, role, replica_id, reason, num_output_tokens, request, page_integrity)
+        answer: Ticket | Busy = await self._call("lost", *told)
         return answer
 
     async def ended(self, ticket_id: TicketId, outcome: Outcome, num_output_tokens: int) -> None:
@@ -187,6 +187,16 @@ class _Pool:
         if not live:  # the router has not been asked yet: any replica will do
             return [await self._handle.options(method_name="utility").remote(method, args)]
         return list(await asyncio.gather(*(self._call("utility", replica, method, args) for replica in live)))
+
+    async def audit(self, replica_id: ReplicaId) -> dict[str, Any]:
+        found: dict[str, Any] = await self._call("audit", replica_id)
+        return found
+
+    async def fault(
+        self, replica_id: ReplicaId, kind: str, trial: int, target: str | int, more: float
+    ) -> dict[str, Any]:
+        done: dict[str, Any] = await self._call("fault", replica_id, kind, trial, target, more)
+        return done
 
 
 class RemotePrefill(_Pool):

@@ -64,7 +64,7 @@ class Run:
         self.caller = caller
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transcript = Transcript(request.request_id, client.block_tokens if client.caches_prefixes else None)
-        self._story, self._first = story.begin(forms.recovery_of(request))
+        self._story, self._first = story.begin(forms.recovery_of(request), client.retries_mismatch)
         self._inbox: deque[Event] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -81,6 +81,11 @@ class Run:
     @property
     def tokens(self) -> list[int]:
         return self.transcript.tokens
+
+    @property
+    def place(self) -> tuple[Ticket, str] | None:
+        """The ticket and the request's id in decode's engine ("" before it is there); None before it is admitted."""
+        return None if self._story.ticket is None else (self._story.ticket, self._engine_id)
 
     @property
     def decoding(self) -> bool:
@@ -143,7 +148,9 @@ class Run:
         name = self.request.external_req_id or self.request_id
         self._unregister()
         self._engine_finished = True
-        self.tell(PageMismatch(replica, name, len(self.tokens)))
+        earlier = self.family.mismatch(self._attempt)
+        stay = any(not sibling.movable for sibling in self.family.members.values() if sibling is not self)
+        self.tell(PageMismatch(replica, name, len(self.tokens), earlier, stay))
 
     # -- the loop
 
@@ -229,20 +236,27 @@ class Run:
     async def _lost(self, report: ReportLost) -> Event:
         self._unregister()
         self._drop_hand_over()
-        self.client.observe("lost", 1, {"role": str(report.role)})
+        if not self.family.mismatched(report.ticket.attempt):
+            self.client.observe("lost", 1, {"role": str(report.role)})
         try:
             answer = await self.family.lost(self, report, self.client.controller)
         except ControllerGone as error:
             return Broken(str(error), 503)
         if isinstance(answer, Admitted):
             self.client.hold(self.family)
+            if report.page_integrity and answer.carrier:
+                self.client.observe("page_integrity_retry", 1, {})
         return answer
 
     def _now(self) -> EngineCoreRequest:
         """The request as it has to be computed from here on."""
+        request = self.request
         if self.tokens and self._story.recovery is Recovery.RESUME:
-            return forms.resumed(self.request, self.tokens)
-        return self.request
+            request = forms.resumed(request, self.tokens)
+        if self.family.mismatches_before(self._attempt):
+            assert self._story.ticket is not None
+            request = forms.apart(request, self._story.ticket.ticket_id)
+        return request
 
     async def _prefill(self, ticket: Ticket) -> Event:
         assert ticket.prefill is not None

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 from vllm.config import VllmConfig
@@ -21,9 +21,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from actors.engine.config import engine_kwargs
 from actors.nouns import Role
 from app.core_client import FerryCoreClient
+from app.faults import NoVictim
 from app.guard import Guard, error_response
 from app.llm import FerryLLM
 from cluster.spec import ClusterSpec, SpecError
+
+Fault = Callable[[str, str, int, float], Awaitable[Any]]
 
 # A frontend has decode's settings but no engine: what only an engine uses is left out.
 ENGINE_ONLY = ("kv_transfer_config", "worker_extension_cls", "distributed_executor_backend", "tensor_parallel_size")
@@ -80,14 +83,21 @@ async def build_server(
     status: Callable[[], Awaitable[dict[str, Any]]],
     audit: Callable[[], Awaitable[Any]],
     health: Callable[[], Awaitable[str]],
+    fault: Fault | None = None,
 ) -> tuple[ASGIApp, FastAPI, FerryLLM]:
-    """The guarded ASGI application, vLLM's FastAPI application in it, and the LLM. `health` says what is missing."""
+    """The guarded ASGI application, vLLM's FastAPI application in it, and the LLM. `health` says what is missing.
+
+    `fault(kind, victim, trial, more)` puts a fault into an engine; without it there is no such route.
+    """
     llm = FerryLLM(config, client, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop its own HTTP server
-    _put_first(app, _routes(status, audit, health))
+    routes = _routes(status, audit, health)
+    if fault is not None:
+        _add_faults(routes, fault)
+    _put_first(app, routes)
     return Guard(app, spec.frontend.tenants), app, llm
 
 
@@ -104,8 +114,11 @@ def _routes(
         return Response(status_code=200) if not missing else error_response(503, missing, "Service Unavailable")
 
     @routes.get("/status")
-    async def get_status() -> JSONResponse:
-        return JSONResponse(await status())
+    async def get_status(request: Request) -> JSONResponse:
+        found = await status()
+        if request.query_params.get("audit", "0") not in ("", "0", "false"):
+            found = {**found, "audit": await audit()}
+        return JSONResponse(found)
 
     @routes.get("/status/audit")
     async def get_audit() -> JSONResponse:
@@ -114,10 +127,23 @@ def _routes(
     return routes
 
 
+def _add_faults(routes: FastAPI, fault: Fault) -> None:
+    @routes.post("/faults")
+    async def post_fault(request: Request) -> JSONResponse:
+        body = await request.json()
+        try:
+            done = await fault(body["kind"], body["victim"], int(body.get("trial", 0)), float(body.get("more", 0)))
+        except NoVictim as error:
+            return error_response(404, str(error), "Not Found")
+        except (KeyError, TypeError, ValueError) as error:
+            return error_response(400, f"{type(error).__name__}: {error}", "BadRequestError")
+        return JSONResponse(done)
+
+
 def _put_first(app: FastAPI, routes: FastAPI) -> None:
     """Ours answer before vLLM's routes of the same path."""
     ours = [route for route in routes.router.routes if getattr(route, "path", "") in OURS]
     app.router.routes[:0] = ours
 
 
-OURS = ("/health", "/status", "/status/audit")
+OURS = ("/health", "/status", "/status/audit", "/faults")

@@ -95,12 +95,15 @@ class DecodeLost:
 class PageMismatch:
     """Decode ended the request before a step's token left: its block table named a page that is not its own.
 
-    `request` is the request's name for people.
+    `request` is the request's name for people. `earlier`: how often it has happened under its ticket before.
+    `siblings_stay`: a sequence of the same ticket (n > 1) could not be continued elsewhere.
     """
 
     replica_id: ReplicaId
     request: str
     num_output_tokens: int
+    earlier: int = 0
+    siblings_stay: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,7 @@ class ReportLost:
     replica_id: ReplicaId
     reason: str
     num_output_tokens: int
+    page_integrity: bool = False  # the replica is not lost, it has ended the request for a `PageMismatch`
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,21 +211,26 @@ Action = Admit | Prefill | AwaitHandOver | Follow | Submit | Stream | ReportLost
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """Where a request is. `lost` is the role whose loss is being reported in RELOCATE."""
+    """Where a request is. `lost` is the role whose loss is being reported in RELOCATE.
+
+    `retries_mismatch`: the policy for a page that was not the request's own: run it again elsewhere, once.
+    """
 
     recovery: Recovery
+    retries_mismatch: bool = False
     phase: Phase = Phase.ADMIT
     ticket: Ticket | None = None
     lost: Role | None = None
     losses: int = 0
+    mismatch: PageMismatch | None = None  # why it is in RELOCATE, when no replica was lost
     submitted: bool = False  # decode may know this request: it must be told when it ends early
 
 
 Step = tuple[Story, Action | None]
 
 
-def begin(recovery: Recovery) -> tuple[Story, Action]:
-    return Story(recovery), Admit()
+def begin(recovery: Recovery, retries_mismatch: bool = False) -> tuple[Story, Action]:
+    return Story(recovery, retries_mismatch), Admit()
 
 
 def step(story: Story, event: Event) -> Step:
@@ -252,7 +261,7 @@ def _on_broken(story: Story, event: Broken) -> Step:
 
 
 def _on_admitted(story: Story, event: Admitted) -> Step:
-    told = replace(story, ticket=event.ticket, lost=None, submitted=False)
+    told = replace(story, ticket=event.ticket, lost=None, mismatch=None, submitted=False)
     if not event.carrier:
         return replace(told, phase=Phase.FOLLOW), Follow(event.ticket)
     if event.ticket.prefill is None:
@@ -262,6 +271,8 @@ def _on_admitted(story: Story, event: Admitted) -> Step:
 
 def _on_refused(story: Story, event: Refused) -> Step:
     busy = event.busy
+    if story.mismatch is not None:
+        return _mixed_up(story, story.mismatch, f"; there was no room to run it again: {busy.reason}")
     if story.lost is not None:
         message = f"the {story.lost} replica of this request is gone and it has no other place: {busy.reason}"
         return _end(story, Outcome.FAILED, Fault(503, message, busy.retry_after_s))
@@ -319,10 +330,25 @@ def _on_decode_lost(story: Story, event: DecodeLost) -> Step:
 
 
 def _on_page_mismatch(story: Story, event: PageMismatch) -> Step:
+    if story.ticket is None or event.replica_id != story.ticket.decode:
+        return story, None
+    if not story.retries_mismatch:
+        return _mixed_up(story, event)
+    if event.earlier:
+        return _mixed_up(story, event, "; it had been run again elsewhere for the same reason before")
+    if event.siblings_stay or (event.num_output_tokens and story.recovery is Recovery.NONE):
+        why = "random sampling with penalties or a grammar and no seed cannot be continued exactly elsewhere"
+        return _mixed_up(story, event, f"; {why}")
+    moved = replace(story, phase=Phase.RELOCATE, lost=Role.DECODE, mismatch=event, submitted=False)
+    reason = "a page was not the request's own"
+    return moved, ReportLost(story.ticket, Role.DECODE, event.replica_id, reason, event.num_output_tokens, True)
+
+
+def _mixed_up(story: Story, event: PageMismatch, more: str = "") -> Step:
     message = (
         f"request {event.request}: a page of its KV cache was not its own, so it was ended after "
         f"{event.num_output_tokens} tokens, before a token that had read the page could leave; these tokens are right "
-        "and no other request is affected; send it again"
+        f"and no other request is affected{more}; send it again"
     )
     return _end(story, Outcome.FAILED, Fault(500, message, kind=PAGE_INTEGRITY_ERROR))
 

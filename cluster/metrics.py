@@ -48,6 +48,11 @@ TABLE: tuple[Metric, ...] = (
     Metric("pageferry_replicas_lost_total", "counter", "Times a request lost its replica, by role", ("role",)),
     Metric("pageferry_resumed_total", "counter", "Streams continued on another decode replica"),
     Metric(
+        "pageferry_page_integrity_retries_total",
+        "counter",
+        "Requests run again elsewhere from their tokens so far because a page in their block table was not their own",
+    ),
+    Metric(
         "pageferry_page_integrity_errors_total",
         "counter",
         "Requests that ended as page_integrity_error: a page in their block table was not their own",
@@ -66,6 +71,11 @@ TABLE: tuple[Metric, ...] = (
     Metric("pageferry_tokens_recomputed_total", "counter", "Prompt tokens that decode had to compute itself"),
     Metric("pageferry_staging_bytes", "gauge", "Staging memory held by leases", ("node",)),
     Metric("pageferry_pages_opened_total", "counter", "Pages that decode opened or refused", ("verdict",)),
+    Metric(
+        "pageferry_tag_mismatches_total",
+        "counter",
+        "Block tables that named a page that was not the request's own, of all replicas: alert on any",
+    ),
     # engines, as their heartbeats say
     Metric(
         "pageferry_engine_tokens_opened_total", "counter", "Prompt tokens taken over from prefill", ("pool", "replica")

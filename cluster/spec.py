@@ -146,7 +146,11 @@ class TransferSpec(_Section):
 
 class IntegritySpec(_Section):
     mode: Literal["off", "check"] = "off"
-    policy: Literal["fail", "retry"] = "fail"
+    policy: Literal["fail", "retry"] = Field(
+        default="fail",
+        description="a request whose block table named a page that is not its own. fail: ends with HTTP 500, type "
+        "page_integrity_error; retry: is run again elsewhere from its tokens so far, at most once",
+    )
     seals: Literal["off", "sampled", "full"] = "full"
     sample_rate: float = Field(default=0.1, gt=0, le=1, description="share of pages verified when seals: sampled")
 

@@ -111,6 +111,7 @@ class Lost(msgspec.Struct, frozen=True):
     reason: str
     num_output_tokens: int = 0
     request: AdmitRequest | None = None
+    page_integrity: bool = False  # the replica lives: it ended the request because a page was not its own
 
 
 class Ended(msgspec.Struct, frozen=True):

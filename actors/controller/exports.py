@@ -33,6 +33,7 @@ class Exporter:
         for name, total in counters.items():
             if name.startswith(VERDICT_PREFIX):
                 self._total("pageferry_pages_opened_total", total, verdict=name.removeprefix(VERDICT_PREFIX))
+        self._total("pageferry_tag_mismatches_total", counters.get("tag_mismatch_events", 0))
         for node, staging in status["staging"]["nodes"].items():
             self._emitter.set("pageferry_staging_bytes", staging["bytes_held"], node=node)
         for pool, each in status["pools"].items():

@@ -8,6 +8,7 @@ or not at all: every call that waits has a deadline, and every resource has an o
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ from actors.controller.events import (
     Withdraw,
 )
 from actors.controller.forecast import SECOND, Forecast, blocks_for
+from actors.controller.pages import PageBook, TagMismatch
 from actors.controller.registry import EPOCH_SHIFT, LANDED, Live, Node, Registry, Replica, epoch_of
 from actors.nouns import (
     AdmitRequest,
@@ -77,6 +79,7 @@ BACK_OFF_NS = SECOND // 4
 CANCEL_REPEATS = 3  # heartbeat replies that carry a cancel: a lost reply loses nothing
 ORDER_AGAIN_NS = 2 * SECOND
 FORGET_FENCED_NS = 300 * SECOND
+MISMATCHES_KEPT = 64
 LEFT_REMEMBERED = 1_000
 SILENCED_REMEMBERED = 10_000
 OUTCOME_EVENT = {
@@ -100,6 +103,7 @@ class Machine:
         self.autoscaler = Autoscaler(spec, now_ns)
         self.frontends: dict[str, int] = {}  # last heard
         self.counters: dict[str, float] = {}
+        self.mismatches: deque[TagMismatch] = deque(maxlen=MISMATCHES_KEPT)
         self._issued = 0
         self._deadlines: list[tuple[int, CallId, TicketId]] = []  # of hand_over calls that wait
         self._seals: dict[TicketId, Sealed] = {}  # of an older epoch's tickets that nobody has claimed yet
@@ -213,6 +217,8 @@ class Machine:
         released = {thing.ticket_id for thing in beat.events if thing.kind == "released"}
         for thing in beat.events:
             self._replica_event(replica, thing, thing.ticket_id in released, now_ns)
+        if beat.pages_whole:
+            replica.book = PageBook()
         for delta in beat.pages:
             replica.book.apply(delta)
         replica.unexplained = max(0, beat.occupancy.blocks_held - replica.landed)
@@ -234,7 +240,10 @@ class Machine:
 
     def _replica_event(self, replica: Replica, thing: ReplicaEvent, gone: bool, now_ns: int) -> None:
         """`gone`: the same report says that the replica has released the ticket."""
-        if thing.kind in ("recomputed", "tag_mismatch", "quarantined"):
+        if thing.kind == "tag_mismatch":
+            self._tag_mismatch(replica, thing, now_ns)
+            return
+        if thing.kind in ("recomputed", "quarantined"):
             self._add(f"{thing.kind}_events")
             self._add(f"{thing.kind}_tokens", thing.num_tokens)
             return
@@ -250,6 +259,14 @@ class Machine:
             self.registry.move(live, TicketEvent.PREFILL_STARTED if prefill else TicketEvent.DECODE_STARTED, now_ns)
         elif not gone and (live.ticket.prefill if prefill else live.ticket.decode) != replica.id:
             replica.cancel[(thing.ticket_id, live.ticket.attempt - 1)] = CANCEL_REPEATS
+
+    def _tag_mismatch(self, replica: Replica, thing: ReplicaEvent, now_ns: int) -> None:
+        """The engine has ended the request already; here it is counted, and held against what the book knows."""
+        self._add("tag_mismatch_events")
+        known = replica.book.at(thing.request_id, thing.position)
+        mismatch = TagMismatch(now_ns, replica.id, replica.role, thing.request_id, thing.ticket_id, thing.detail, known)
+        self.mismatches.append(mismatch)
+        self._out.append(Log(str(mismatch)))
 
     def _extend_overdue(self, replica: Replica, now_ns: int) -> None:
         """Tickets that outlived their expected end get a new one, half as long again, and more blocks to grow into."""
@@ -330,7 +347,7 @@ class Machine:
             twin.also.append(event.call_id)
             return
         output, block_tokens = self.forecast.output_tokens(request), self.spec.pools.decode.block_tokens
-        self.forecast.asked_blocks += blocks_for(request, output, block_tokens)
+        self.forecast.asked(blocks_for(request, output, block_tokens))
         if not len(self.room) and (choice := self.chooser.choose(request, now_ns)) is not None:
             self._reply(event.call_id, self._issue(request, choice, now_ns))
             return
@@ -592,9 +609,9 @@ class Machine:
         if event.attempt < live.ticket.attempt or (live.decode_at is None and self._waits(live)):
             self._reply_placed_or_wait(live, event.call_id)  # told twice
             return
-        self._add(f"lost_{event.role}")
+        self._add("page_integrity_retries" if event.page_integrity else f"lost_{event.role}")
         suspect = self.registry.replicas.get(event.replica_id)
-        if suspect is not None and not suspect.fenced:
+        if suspect is not None and not suspect.fenced and not event.page_integrity:
             suspect.stale = True  # counts as full until its next heartbeat
             self.chooser.refresh(suspect)
         if live.ticket.attempt >= ATTEMPTS_MAX:
@@ -632,6 +649,8 @@ class Machine:
             live.request,
             exclude=tuple(exclude),
             num_output_tokens=live.num_output_tokens,
+            # It will read no page that was there before: no replica is better for what it has cached.
+            prefix_hashes=() if event.page_integrity else live.request.prefix_hashes,
             disaggregate=live.request.disaggregate and live.ticket.attempt < ALONE_AFTER,
         )
         # The old attempt is void from here on, also while the ticket waits for its new place.

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from actors.nouns import Occupancy, PageDelta
+import msgspec
+
+from actors.nouns import Occupancy, PageDelta, ReplicaId, Role, TicketId
+
+
+class TagMismatch(msgspec.Struct, frozen=True):
+    """A request that its replica ended because its block table named a page that is not its own."""
+
+    when_ns: int
+    replica: ReplicaId
+    role: Role
+    request_id: str
+    ticket_id: TicketId
+    detail: str
+    known: tuple[int, int] | None  # (page, tag) that the book has at that position, by a road of its own
+
+    def __str__(self) -> str:
+        book = "the book knows no page there"
+        if self.known is not None:
+            book = f"the book says page {self.known[0]}, tag {self.known[1]:#x}"
+        return f"tag mismatch on {self.role} {self.replica}: request {self.request_id}: {self.detail}; {book}"
 
 
 class PageBook:
@@ -13,7 +33,7 @@ class PageBook:
     def __init__(self) -> None:
         self.owners: dict[str, dict[int, int]] = {}
         self.pages: dict[int, tuple[int, int]] = {}  # page -> (tag, owners)
-        self.suspicions = 0  # a page taken under a new tag while another request still owned it under the old one
+        self.suspicions = 0  # ever: a page taken under a new tag while another request still owned it under the old one
 
     def apply(self, delta: PageDelta) -> None:
         if delta.released:
@@ -50,6 +70,11 @@ class PageBook:
     def held_by(self, request_id: str) -> int:
         return len(self.owners.get(request_id, ()))
 
+    def at(self, request_id: str, position: int) -> tuple[int, int] | None:
+        """(page, tag) that the request holds at a position, as far as the reports have come."""
+        owned = list(self.owners.get(request_id, {}).items())
+        return owned[position] if 0 <= position < len(owned) else None
+
     def breaches(self, name: str, occupancy: Occupancy, blocks_total: int) -> list[str]:
         counted: dict[int, int] = {}
         for owned in self.owners.values():
@@ -66,8 +91,14 @@ class PageBook:
             for page in self.pages
             if not 0 <= page <= blocks_total
         ]
-        if self.suspicions:
-            found.append(f"{name}: {self.suspicions} pages were taken again while a request still owned them")
+        taken = [
+            page
+            for owned in self.owners.values()
+            for page, tag in owned.items()
+            if self.pages.get(page, (0, 0))[0] != tag
+        ]
+        if taken:
+            found.append(f"{name}: pages {taken[:8]} were taken again while a request still owned them")
         if self.owners and len(self.pages) > occupancy.blocks_held + occupancy.blocks_quarantined:
             found.append(
                 f"{name}: {len(self.pages)} pages have owners, the replica reports {occupancy.blocks_held} held"

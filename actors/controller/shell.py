@@ -182,11 +182,15 @@ class Controller:
         reason: str,
         num_output_tokens: int = 0,
         request: AdmitRequest | None = None,
+        page_integrity: bool = False,
     ) -> Ticket | Busy:
-        """The ticket with a new attempt and new replicas. `Busy`: it has failed, tell the client why."""
+        """The ticket with a new attempt and new replicas. `Busy`: it has failed, tell the client why.
+
+        `page_integrity`: the replica is not lost, it ended the request because a page was not its own.
+        """
         answer: Ticket | Busy = await self._ask(
             lambda call_id: Lost(
-                call_id, ticket_id, attempt, Role(role), replica_id, reason, num_output_tokens, request
+                call_id, ticket_id, attempt, Role(role), replica_id, reason, num_output_tokens, request, page_integrity
             )
         )
         return answer

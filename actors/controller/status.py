@@ -136,15 +136,36 @@ def audit(machine: Machine) -> dict[str, Any]:
         "queue": len(machine.room),
         "replicas": {
             replica.id: {
+                "pool": str(replica.role),
                 "state": replica_state(replica),
+                "laws_broken": [
+                    breach for breach in breaches if breach.startswith((f"{replica.id}: ", f"{replica.id} "))
+                ],
                 "tickets": sorted(replica.tickets),
                 "blocks_reserved": replica.reserved,
                 "blocks_held": replica.occupancy.blocks_held,
                 "blocks_total": replica.occupancy.blocks_total,
+                "blocks_free": replica.occupancy.blocks_free,
+                "blocks_quarantined": replica.occupancy.blocks_quarantined,
                 "pages_known": len(replica.book.pages),
+                "page_owners_known": len(replica.book.owners),
+                "pages_taken_while_owned": replica.book.suspicions,
             }
             for replica in registry.replicas.values()
         },
+        "tag_mismatches": [
+            {
+                "uptime_s": round((each.when_ns - machine.started_ns) / SECOND, 1),
+                "pool": str(each.role),
+                "replica_id": each.replica,
+                "request_id": each.request_id,
+                "ticket_id": each.ticket_id,
+                "detail": each.detail,
+                "page_known": each.known and each.known[0],
+                "tag_known": each.known and f"{each.known[1]:#x}",
+            }
+            for each in machine.mismatches
+        ],
         "staging": {
             node_id: {"leases": node.status.leases, "bytes_held": node.status.bytes_held}
             for node_id, node in sorted(registry.nodes.items())

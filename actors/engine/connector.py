@@ -10,7 +10,6 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -236,12 +235,19 @@ def _add_utilities(connector: FerryConnector) -> None:
         """Every ledger law, now; the latest breaches and verdicts with the pages' histories, which `forget` clears."""
         return half.tracker.audit(not self.scheduler.requests and half.idle(), forget)
 
-    def pageferry_page_deltas(self: Any) -> list[dict[str, Any]]:
-        """For `Heartbeat.pages`: who took which pages (with tags) and gave them back since the last call."""
+    def pageferry_beat(self: Any, pages_max: int, whole: bool) -> dict[str, Any]:
+        """`pageferry_scheduler`, and for a heartbeat of the same moment: page deltas and verdicts since the last one.
+
+        `pages`: (request, released, [page, ...], [tag, ...]) as plain values. See `CheckTracker.take_page_deltas`.
+        """
+        found = pageferry_scheduler(self)
         tracker = half.tracker
-        if not isinstance(tracker, CheckTracker):
-            return []
-        return [msgspec.to_builtins(delta, str_keys=True) for delta in tracker.take_page_deltas()]
+        if isinstance(tracker, CheckTracker):
+            report = tracker.take_page_deltas(pages_max, whole)
+            found["pages_whole"] = report.whole
+            found["pages"] = [(d.request_id, d.released, list(d.added), list(d.added.values())) for d in report.deltas]
+            found["verdicts"] = tracker.take_verdicts()
+        return found
 
     def pageferry_lift_quarantine(self: Any) -> int:
         """Gives quarantined pages back when no request is alive; returns how many."""
@@ -281,7 +287,7 @@ def _add_utilities(connector: FerryConnector) -> None:
     methods = (
         pageferry_scheduler,
         pageferry_audit,
-        pageferry_page_deltas,
+        pageferry_beat,
         pageferry_lift_quarantine,
         pageferry_fault,
         pageferry_integrity_switch,

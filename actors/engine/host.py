@@ -22,12 +22,14 @@ import msgspec
 from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
 from actors.engine.orders import OpenOrder, SealOrder, to_params
 from actors.nouns import (
+    PAGE_INTEGRITY,
     Announcement,
     HandOver,
     Heartbeat,
     HeartbeatReply,
     Lease,
     Occupancy,
+    PageDelta,
     PrefillDone,
     ReplicaEvent,
     Role,
@@ -43,6 +45,8 @@ from kernels.layout import PageLayout
 logger = logging.getLogger("pageferry.replica")
 
 HEARTBEAT_EVERY_S = 0.5
+PAGES_A_BEAT = 8192  # taken pages that one heartbeat tells of at most; about 150 KiB
+CONDEMNED_REMEMBERED = 256
 UTILITY_TIMEOUT_S = 1.0
 BEGIN_READ_S = 6.0  # decode computes a prompt itself rather than wait longer for a transfer actor's answer
 GOODBYE_S = 2.0
@@ -99,6 +103,10 @@ class _Host:
         self._live: dict[str, _Live] = {}
         self._streams: dict[str, asyncio.Queue[list[bytes] | None]] = {}
         self._events: list[ReplicaEvent] = []
+        self._pages: tuple[PageDelta, ...] = ()
+        self._pages_whole = False
+        self._tell_all_pages = False  # the controller has missed something: from the beginning
+        self._condemned: dict[str, int] = {}  # requests that a page mismatch ended, whose verdict is yet to come
         self._totals = _Totals()
         self._last_stats: Any = None
         self._failure: str = ""
@@ -180,11 +188,39 @@ class _Host:
         """A utility method of vLLM's engine core, for the frontends' admin routes."""
         return await self.core.call_utility_async(method, *args)
 
+    async def fault(self, kind: str, trial: int, target: str | int, more: float = 0) -> dict[str, Any]:
+        """Puts a fault into this engine; only kinds that `faults.kinds` names. `target`: see `actors.engine.faults`.
+
+        Raises `FaultError`. What was done comes back; `fired` False: not possible now.
+        """
+        from actors.engine.faults import KINDS, FaultError
+
+        if kind not in self.spec.faults.kinds:
+            allowed = ", ".join(self.spec.faults.kinds) or "nothing"
+            raise FaultError(f"fault {kind!r} is not allowed here; faults.kinds allows {allowed}")
+        done: dict[str, Any]
+        if KINDS[kind].side == "scheduler":
+            done = await self.core.call_utility_async("pageferry_fault", kind, trial, target)
+        else:
+            done = (await self.core.collective_rpc_async("pageferry_fault", args=(kind, trial, target, more)))[0]
+        return done
+
     async def audit(self) -> dict[str, Any]:
-        """What the scheduler half and the worker half say of themselves now."""
+        """What the scheduler half, the page ledger and the worker half say of themselves now.
+
+        `integrity` has the laws that are broken now, and the latest breaches and verdicts with the pages' histories.
+        Walking the ledger takes the engine's scheduler some milliseconds in ten thousand pages.
+        """
         scheduler = await self.core.call_utility_async("pageferry_scheduler")
+        integrity = await self.core.call_utility_async("pageferry_audit")
         workers = await self.core.collective_rpc_async("pageferry_worker")
-        return {"replica_id": self.replica_id, "role": str(self.role), "scheduler": scheduler, "workers": workers}
+        return {
+            "replica_id": self.replica_id,
+            "role": str(self.role),
+            "scheduler": scheduler,
+            "integrity": integrity,
+            "workers": workers,
+        }
 
     # -- engine output
 
@@ -233,30 +269,66 @@ class _Host:
             # The engine answers between steps; a long step keeps the last answer, a hung one stops the heartbeat.
             if pending is None:
                 asked = time.monotonic()
-                pending = asyncio.create_task(self.core.call_utility_async("pageferry_scheduler"))
+                whole, self._tell_all_pages = self._tell_all_pages, False
+                pending = asyncio.create_task(self.core.call_utility_async("pageferry_beat", PAGES_A_BEAT, whole))
             done, _ = await asyncio.wait([pending], timeout=UTILITY_TIMEOUT_S)
             if done:
                 if self._failure or pending.exception() is not None:
                     return  # the pump says why
                 self._stats, answered, pending = pending.result(), time.monotonic(), None
+                self._take_integrity(self._stats)
             elif time.monotonic() - max(asked, answered) > fence_after_s:
                 await self._fail(f"the engine of {self.replica_id} has not answered for {fence_after_s:g} s")
             if self._failure:
                 return
             await self._beat()
 
+    def _take_integrity(self, stats: dict[str, Any]) -> None:
+        """From the engine's answer: pages taken and given back, and a controller event for each tag mismatch."""
+        self._pages = tuple(
+            PageDelta(request_id=request_id, released=released, added=dict(zip(pages, tags)))
+            for request_id, released, pages, tags in stats.get("pages", ())
+        )
+        self._pages_whole = stats.get("pages_whole", False)
+        for verdict in stats.get("verdicts", ()):
+            request_id, position = verdict["request_id"], verdict["position"]
+            live, ticket_id = self._live.get(request_id), self._condemned.pop(request_id, 0)
+            if position >= 0:
+                detail = f"page {verdict['page_found']} in the place of page {verdict['page_expected']}"
+            else:
+                detail = "it had read a page that another request's faulty step did not write"
+            self._events.append(
+                ReplicaEvent(
+                    kind="tag_mismatch",
+                    ticket_id=live.ticket.ticket_id if live else ticket_id,
+                    request_id=request_id,
+                    position=position,
+                    detail=f"{detail}, step {verdict['step']}",
+                )
+            )
+
+    def _condemn(self, output: Any, live: _Live) -> None:
+        if output.stop_reason == PAGE_INTEGRITY:
+            self._condemned[output.request_id] = live.ticket.ticket_id
+            while len(self._condemned) > CONDEMNED_REMEMBERED:
+                del self._condemned[next(iter(self._condemned))]
+
     async def _beat(self) -> None:
         events, self._events = self._events, []
+        pages, self._pages = self._pages, ()
         heartbeat = Heartbeat(
             replica_id=self.replica_id,
             incarnation=self.incarnation,
             occupancy=self.occupancy(),
             events=tuple(events),
+            pages=pages,
+            pages_whole=self._pages_whole and bool(pages),
             counters={name: float(value) for name, value in self._stats["counters"].items()},
         )
         try:
             reply: HeartbeatReply = await self.controller.heartbeat.remote(heartbeat)
             if not reply.known:
+                self._tell_all_pages = True
                 await self.controller.join.remote(self.announcement())
             if reply.fenced:
                 # Its tickets are elsewhere by now.
@@ -273,6 +345,7 @@ class _Host:
                 self._report_dropped(dropped)
         except Exception as error:  # Ray's many ways to say that an actor is away
             self._events = events + self._events
+            self._tell_all_pages = True
             logger.warning("controller is not there: %s", error)
             with contextlib.suppress(Exception):
                 self.controller = self._get_controller()
@@ -427,6 +500,7 @@ class PrefillHost(_Host):
             if live is None or live.done is None:
                 continue
             live.started = True
+            self._condemn(output, live)
             if output.finish_reason is not None and not live.done.done():
                 live.done.set_result(output)
 
@@ -521,6 +595,7 @@ class DecodeHost(_Host):
             if not live.started and output.new_token_ids:
                 live.started = True
                 self._event("decode_started", live, live.ticket.request_id)
+            self._condemn(output, live)
             if output.finish_reason is not None:
                 del self._live[output.request_id]
                 self._event("released", live, live.ticket.request_id)

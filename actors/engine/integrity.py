@@ -17,7 +17,9 @@ its tokens so far (`app.story`).
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -96,6 +98,14 @@ class Proof(KVConnectorWorkerMetadata):
         return (Proof, (self.rows, self.pages, self.mismatches))
 
 
+@dataclass(frozen=True, slots=True)
+class PageReport:
+    """For `Heartbeat.pages`. `whole`: forget what earlier reports said, this one begins with what is held now."""
+
+    whole: bool
+    deltas: list[PageDelta]
+
+
 class Tracker(Protocol):
     """What the scheduler half needs of integrity; `CheckTracker` does it, `NoTracker` does nothing."""
 
@@ -154,7 +164,11 @@ class CheckTracker:
         self._proven_at = time.monotonic()
         self._waiting_since = 0.0  # of the oldest step after the last full proof; 0: none
         self._reports: list[dict[str, Any]] = []
-        self._deltas: dict[str, PageDelta] | None = None  # None until somebody asks for them
+        self._untold: deque[dict[str, Any]] = deque(maxlen=REPORTS_KEPT)  # verdicts that no heartbeat has carried yet
+        # Pages that no heartbeat has carried yet, by request: page -> tag. None until somebody asks for them.
+        self._taken: dict[str, dict[int, int]] | None = None
+        self._given_back: dict[str, None] = {}  # requests that were reported and have released everything since
+        self._reported: set[str] = set()
 
     def bind(self, manager: Any) -> None:
         pool = manager.block_pool
@@ -169,8 +183,11 @@ class CheckTracker:
     def _on_released(self, request_id: str) -> None:
         self._next.claims.pop(request_id, None)
         self._next.gone.append(request_id)
-        if self._deltas is not None:
-            self._deltas[request_id] = PageDelta(request_id=request_id, released=True)
+        if self._taken is not None:
+            self._taken.pop(request_id, None)
+        if request_id in self._reported:
+            self._reported.remove(request_id)
+            self._given_back[request_id] = None
 
     # -- what the scheduler half tells
 
@@ -182,9 +199,8 @@ class CheckTracker:
         tags = self.ledger.claim(request_id, first, block_ids)
         if not tags:
             return
-        if self._deltas is not None:
-            delta = self._deltas.setdefault(request_id, PageDelta(request_id=request_id))
-            delta.added.update(zip(block_ids[have - first :], tags))
+        if self._taken is not None:
+            self._taken.setdefault(request_id, {}).update(zip(block_ids[have - first :], tags))
         pending = self._next.claims.get(request_id)
         if pending is None:
             self._next.claims[request_id] = (have, list(tags))
@@ -243,16 +259,15 @@ class CheckTracker:
             other for page in unwritten if self.ledger.num_claims(page) > 1 for other in self.ledger.holders(page)
         }
         page = pages[mismatch.position] if 0 <= mismatch.position < len(pages) else mismatch.page
-        self._reports.append(
-            {
-                "request_id": request_id,
-                "position": mismatch.position,
-                "page_found": mismatch.page,
-                "page_expected": page,
-                "history": list(self.ledger.history(page)),
-                "step": self.ledger.step,
-            }
-        )
+        verdict = {
+            "request_id": request_id,
+            "position": mismatch.position,
+            "page_found": mismatch.page,
+            "page_expected": page,
+            "step": self.ledger.step,
+        }
+        self._untold.append(verdict)
+        self._reports.append(verdict | {"history": list(self.ledger.history(page))})
         del self._reports[:-REPORTS_KEPT]
         self._counters["integrity_requests_ended"] += 1
         return sorted(others - {request_id})
@@ -286,17 +301,37 @@ class CheckTracker:
             **self.ledger.summary(),
         }
 
-    def take_page_deltas(self) -> list[PageDelta]:
-        """Who took which pages and gave them back since the last call; the first call starts with what is held now."""
-        if self._deltas is None:
+    def take_page_deltas(self, pages_max: int, whole: bool = False) -> PageReport:
+        """Who gave everything back, then who took which pages, since the last call; at most `pages_max` pages.
+
+        What does not fit stays for the next call. The first call, and one with `whole`, starts with all that is held.
+        """
+        whole = whole or self._taken is None
+        if whole or self._taken is None:
             ledger = self.ledger
-            taken = [
-                PageDelta(request_id=r, added=dict(zip(ledger.pages_of(r), ledger.tags_of(r))))
-                for r in ledger.requests()
-            ]
-        else:
-            taken = list(self._deltas.values())
-        self._deltas = {}
+            self._taken = {r: dict(zip(ledger.pages_of(r), ledger.tags_of(r))) for r in ledger.requests()}
+            self._given_back.clear()
+            self._reported.clear()
+        deltas = [PageDelta(request_id=request_id, released=True) for request_id in self._given_back]
+        self._given_back.clear()
+        room = pages_max
+        while self._taken and room > 0:
+            request_id, pages = next(iter(self._taken.items()))
+            if len(pages) <= room:
+                added = self._taken.pop(request_id)
+            else:
+                added = dict(itertools.islice(pages.items(), room))
+                for page in added:
+                    del pages[page]
+            room -= len(added)
+            self._reported.add(request_id)
+            deltas.append(PageDelta(request_id=request_id, added=added))
+        return PageReport(whole, deltas)
+
+    def take_verdicts(self) -> list[dict[str, Any]]:
+        """The verdicts since the last call, without the pages' histories; at most `REPORTS_KEPT`, the newest."""
+        taken = list(self._untold)
+        self._untold.clear()
         return taken
 
     def pause(self) -> None:

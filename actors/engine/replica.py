@@ -62,6 +62,9 @@ class PrefillReplica:
     async def audit(self) -> dict[str, Any]:
         return await self.host.audit()
 
+    async def fault(self, kind: str, trial: int, target: str | int, more: float) -> dict[str, Any]:
+        return await self.host.fault(kind, trial, target, more)
+
     async def utility(self, method: str, args: list[Any]) -> Any:
         return await self.host.utility(method, args)
 
@@ -95,6 +98,9 @@ class DecodeReplica:
 
     async def audit(self) -> dict[str, Any]:
         return await self.host.audit()
+
+    async def fault(self, kind: str, trial: int, target: str | int, more: float) -> dict[str, Any]:
+        return await self.host.fault(kind, trial, target, more)
 
     async def utility(self, method: str, args: list[Any]) -> Any:
         return await self.host.utility(method, args)

@@ -73,11 +73,72 @@ def _audit(found: dict[str, Any], as_json: bool) -> int:
     breaches = found.get("breaches", [])
     if as_json:
         print(json.dumps(found, indent=2))
-    elif breaches:
-        print("\n".join(breaches))
     else:
-        print(f"all laws hold: {found.get('tickets_live', 0)} tickets live, {found.get('tickets_ended', 0)} ended")
+        Console().print(audit_table(found))
+        print("\n".join(audit_lines(found)))
     return 1 if breaches else 0
+
+
+def audit_table(found: dict[str, Any]) -> Table:
+    """One row a replica: the laws of its record in the controller's registry, and of its own page ledger."""
+    rows = Table(title=_laws(found), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("pool", "replica", "state", "check", "registry", "ledger"):
+        rows.add_column(name, no_wrap=True)
+    for name in ("held", "doubt", "rows", "ended"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    for replica_id, each in found.get("replicas", {}).items():
+        rows.add_row(*_audit_row(replica_id, each, found.get("engines", {}).get(replica_id)))
+    return rows
+
+
+def audit_lines(found: dict[str, Any]) -> list[str]:
+    """What is broken now, and what was: with the last events of each page."""
+    lines = [f"broken now: {breach}" for breach in found.get("breaches", [])]
+    lines += [f"not checked: {name} does not answer: {why}" for name, why in found.get("silent", {}).items()]
+    for replica_id, engine in found.get("engines", {}).items():
+        lines += _page_stories(replica_id, engine["integrity"])
+    return lines
+
+
+def _laws(found: dict[str, Any]) -> str:
+    broken = len(found.get("breaches", []))
+    laws = f"{broken} laws are broken" if broken else "all laws hold"
+    return f"{laws}: {found.get('tickets_live', 0)} tickets live, {found.get('tickets_ended', 0)} ended"
+
+
+def _audit_row(replica_id: str, each: dict[str, Any], engine: dict[str, Any] | None) -> list[str]:
+    integrity = engine["integrity"] if engine else {}
+    mode = integrity.get("mode", "?")
+    ledger = "?" if engine is None else "-" if mode == "off" else _count(integrity["laws_broken"])
+    counters = engine["scheduler"]["counters"] if engine else {}
+    return [
+        each["pool"],
+        replica_id,
+        each["state"],
+        mode,
+        _count(each["laws_broken"]),
+        ledger,
+        f"{each['blocks_held']:,}",
+        f"{each['blocks_quarantined']:,}",
+        f"{counters.get('integrity_rows_checked', 0):,}",
+        f"{counters.get('integrity_requests_ended', 0):,}",
+    ]
+
+
+def _count(broken: list[str]) -> str:
+    return f"{len(broken)} broken" if broken else "ok"
+
+
+def _page_stories(replica_id: str, integrity: dict[str, Any]) -> list[str]:
+    lines = []
+    for breach in integrity.get("breaches", ()):
+        lines.append(f"was broken: {replica_id}: {breach['law']}: page {breach['page']}: {breach['text']}")
+        lines += [f"    {event}" for event in breach["history"]]
+    for verdict in integrity.get("verdicts", ()):
+        what = f"page {verdict['page_found']} in the place of page {verdict['page_expected']}"
+        lines.append(f"tag mismatch: {replica_id}: request {verdict['request_id']}: {what}, step {verdict['step']}")
+        lines += [f"    {event}" for event in verdict["history"]]
+    return lines
 
 
 def table(status: dict[str, Any]) -> Group:

@@ -15,6 +15,7 @@ from actors.controller.events import (
     Join,
     Leaving,
     Left,
+    Log,
     Lost,
     Reply,
     Scale,
@@ -89,6 +90,7 @@ class Rig:
         self.answers: dict[int, Any] = {}
         self.orders: list[tuple[str, Order]] = []
         self.scaled: list[ScaleDecision] = []
+        self.logs: list[str] = []
         self.stamps: dict[str, int] = {}
         self._calls = 0
 
@@ -104,6 +106,8 @@ class Rig:
                 self.orders.append((effect.frontend_id, effect.order))
             elif isinstance(effect, Scale):
                 self.scaled.append(effect.decision)
+            elif isinstance(effect, Log):
+                self.logs.append(effect.text)
         return effects
 
     def call(self, make: Any) -> int:
@@ -164,12 +168,20 @@ class Rig:
         events: tuple[ReplicaEvent, ...] = (),
         pages: tuple[PageDelta, ...] = (),
         incarnation: int = 1,
+        pages_whole: bool = False,
         **seen: Any,
     ) -> HeartbeatReply:
         known = self.machine.registry.replicas.get(name)
         total = known.announcement.blocks_total if known else 100
         occupancy = Occupancy(blocks_total=total, blocks_free=total - held, blocks_held=held, **seen)
-        beat = Heartbeat(replica_id=name, incarnation=incarnation, occupancy=occupancy, events=events, pages=pages)
+        beat = Heartbeat(
+            replica_id=name,
+            incarnation=incarnation,
+            occupancy=occupancy,
+            events=events,
+            pages=pages,
+            pages_whole=pages_whole,
+        )
         reply: HeartbeatReply = self.answers[self.call(lambda n: Beat(n, beat))]
         return reply
 
@@ -216,9 +228,17 @@ class Rig:
     def hand_over(self, ticket: Ticket, timeout_s: float = 8.0) -> int:
         return self.call(lambda n: WantHandOver(n, ticket.ticket_id, ticket.attempt, int(timeout_s * SECOND)))
 
-    def lost(self, ticket: Ticket, role: Role, tokens: int = 0, request: AdmitRequest | None = None) -> int:
+    def lost(
+        self,
+        ticket: Ticket,
+        role: Role,
+        tokens: int = 0,
+        request: AdmitRequest | None = None,
+        page_integrity: bool = False,
+    ) -> int:
         name = ticket.decode if role is Role.DECODE else ticket.prefill or ""
-        return self.call(lambda n: Lost(n, ticket.ticket_id, ticket.attempt, role, name, "it died", tokens, request))
+        told = (ticket.ticket_id, ticket.attempt, role, name, "it died", tokens, request, page_integrity)
+        return self.call(lambda n: Lost(n, *told))
 
     def end(self, ticket: Ticket, outcome: Outcome = Outcome.DONE, tokens: int = 10) -> None:
         self.step(Ended(ticket.ticket_id, outcome, tokens))

@@ -52,7 +52,7 @@ def status(moved: int = 0, checks: float = 0.0, held: int = 3) -> dict[str, Any]
         "tickets": {"by_state": {"decoding": 2}, "ended": {"done": 5}},
         "queue": {"waiting": 1},
         "ferry": {"bytes_moved": moved, "tokens_moved": 10, "tokens_recomputed": 0},
-        "counters": {"pages_ok": 4, "pages_mismatch": 1, "admitted": 9},
+        "counters": {"pages_ok": 4, "pages_mismatch": 1, "admitted": 9, "tag_mismatch_events": 2},
         "staging": {"nodes": {"n": {"bytes_held": 7}}},
         "pools": {
             "prefill": {"replicas": [replica("p", "bfloat16")]},
@@ -73,6 +73,7 @@ def test_totals_are_counted_once_and_survive_a_new_life() -> None:
     assert backend.values[("pageferry_engine_integrity_checks_total", "decode", "d")] == 14
     assert backend.values[("pageferry_tickets_ended_total", "done")] == 5
     assert backend.values[("pageferry_pages_opened_total", "mismatch")] == 1
+    assert backend.values[("pageferry_tag_mismatches_total",)] == 2
     assert backend.values[("pageferry_kv_occupancy", "decode", "d")] == 0.25
     assert backend.values[("pageferry_kv_blocks", "free", "prefill", "p")] == 9
     assert backend.values[("pageferry_engine_integrity_unproven_s", "decode", "d")] == 0.5

@@ -6,7 +6,8 @@ import pytest
 from controller_rig import LAYOUT, SECOND, Rig, spec_of
 
 from actors.controller.events import IncompatibleReplica, Tick
-from actors.nouns import Busy, Fingerprint, HeartbeatReply, Outcome, PageDelta, Role
+from actors.controller.status import audit
+from actors.nouns import Busy, Fingerprint, HeartbeatReply, Outcome, PageDelta, ReplicaEvent, Role
 
 
 def test_joining_is_idempotent_and_unknown_replicas_are_asked_to_join() -> None:
@@ -213,6 +214,31 @@ def test_pages_are_known_by_owner_and_tag_and_audited() -> None:
     assert book.pages == {2: (102, 1), 3: (103, 1)} and rig.audit() == []
     rig.beat("d", held=3, pages=(PageDelta(request_id="c", added={3: 999}),))
     assert any("taken again while a request still owned them" in breach for breach in rig.audit())
+    rig.beat("d", held=2, pages=(PageDelta(request_id="b", released=True),))
+    assert rig.audit() == [] and book.suspicions == 1, "it is history once the request has ended"
+
+
+def test_a_whole_report_begins_the_book_anew() -> None:
+    rig = Rig()
+    rig.decode("d")
+    rig.beat("d", held=3, pages=(PageDelta(request_id="a", added={1: 101, 2: 102}),))
+    rig.beat("d", held=1, pages=(PageDelta(request_id="b", added={3: 103}),), pages_whole=True)
+    assert rig.machine.registry.replicas["d"].book.owners == {"b": {3: 103}} and rig.audit() == []
+
+
+def test_a_tag_mismatch_is_counted_logged_and_held_against_the_book() -> None:
+    rig = Rig()
+    rig.decode("d")
+    rig.beat("d", held=2, pages=(PageDelta(request_id="r~2", added={4: 104, 5: 105}),))
+    event = ReplicaEvent(kind="tag_mismatch", ticket_id=7, request_id="r~2", position=1, detail="page 9 for page 5")
+    gone = PageDelta(request_id="r~2", released=True)
+    rig.beat("d", events=(event,), pages=(gone,))
+    assert rig.machine.counters["tag_mismatch_events"] == 1
+    [line] = [line for line in rig.logs if line.startswith("tag mismatch")]
+    assert "request r~2: page 9 for page 5; the book says page 5, tag 0x69" in line
+    [told] = audit(rig.machine)["tag_mismatches"]
+    assert (told["replica_id"], told["ticket_id"], told["page_known"], told["tag_known"]) == ("d", 7, 5, "0x69")
+    assert audit(rig.machine)["replicas"]["d"]["laws_broken"] == []
 
 
 def test_more_owned_pages_than_the_replica_holds_is_a_breach() -> None:

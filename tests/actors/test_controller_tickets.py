@@ -108,6 +108,29 @@ def test_a_lost_decode_is_resumed_elsewhere_with_its_tokens(rig: Rig) -> None:
     assert rig.audit() == []
 
 
+def test_a_page_mismatch_moves_the_request_and_blames_nobody(rig: Rig) -> None:
+    ticket = rig.admit(prefix_hashes=(1, 2, 3))
+    rig.seal(ticket)
+    rig.hand_over(ticket)
+    rig.open(ticket)
+    again = rig.answer(rig.lost(ticket, Role.DECODE, tokens=40, page_integrity=True))
+    assert again.decode != ticket.decode and again.attempt == 2 and again.prefill is not None
+    live = rig.machine.registry.tickets[ticket.ticket_id]
+    assert live.request.prefix_hashes == () and live.num_output_tokens == 40
+    assert not rig.machine.registry.replicas[ticket.decode].stale
+    assert rig.machine.counters["page_integrity_retries"] == 1 and "lost_decode" not in rig.machine.counters
+    assert rig.audit() == []
+
+
+def test_a_page_mismatch_with_one_decode_replica_runs_there_again() -> None:
+    rig = Rig()
+    rig.decode("d")
+    ticket = rig.admit()
+    again = rig.answer(rig.lost(ticket, Role.DECODE, page_integrity=True))
+    assert (again.decode, again.attempt) == ("d", 2), "at once: nothing is wrong with the replica"
+    assert rig.audit() == []
+
+
 def test_a_replica_reported_lost_counts_as_full_until_it_is_heard(rig: Rig) -> None:
     ticket = rig.admit()
     rig.lost(ticket, Role.DECODE)

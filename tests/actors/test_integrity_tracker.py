@@ -11,13 +11,12 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from actors.controller.pages import PageBook
 from actors.engine import integrity
 from actors.engine.integrity import COUNTERS, GAUGES, CheckTracker, Mismatch, Proof
-from actors.nouns import Occupancy, PageDelta
+from actors.nouns import Occupancy
 
 
 class Queue:
@@ -112,8 +111,7 @@ def test_the_controllers_book_follows(tracker: CheckTracker, seed: int) -> None:
         elif do < 0.9 and names:
             leave(tracker, rng.choice(names))
         if rng.random() < 0.3:
-            for delta in tracker.take_page_deltas():
-                book.apply(msgspec.convert(msgspec.to_builtins(delta, str_keys=True), PageDelta, strict=False))
+            book = report(tracker, book, 10**6)
             assert book.owners == {
                 name: {block.block_id: tracker.ledger.tag(block.block_id) for block in blocks}
                 for name, blocks in manager.held.items()
@@ -121,6 +119,71 @@ def test_the_controllers_book_follows(tracker: CheckTracker, seed: int) -> None:
             held = sum(len(blocks) for blocks in manager.held.values())
             occupancy = Occupancy(blocks_total=29, blocks_free=29 - held, blocks_held=held)
             assert book.breaches("d", occupancy, 29) == []
+
+
+def report(tracker: CheckTracker, book: PageBook, pages_max: int, whole: bool = False) -> PageBook:
+    """One heartbeat: what the controller does with it."""
+    told = tracker.take_page_deltas(pages_max, whole)
+    assert sum(len(delta.added) for delta in told.deltas) <= pages_max
+    book = PageBook() if told.whole else book
+    for delta in told.deltas:
+        book.apply(delta)
+    return book
+
+
+def owners(tracker: CheckTracker) -> dict[str, dict[int, int]]:
+    held = tracker.guard._manager.held
+    return {name: {b.block_id: tracker.ledger.tag(b.block_id) for b in blocks} for name, blocks in held.items()}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_bounded_report_lags_and_is_never_wrong(tracker: CheckTracker, seed: int) -> None:
+    """Two pages a heartbeat: the book never counts more than is held, nobody's page twice, and catches up."""
+    rng, book = random.Random(seed), PageBook()
+    manager = tracker.guard._manager
+    for number in range(120):
+        do, names = rng.random(), list(manager.held)
+        if do < 0.4 and manager.block_pool.free_block_queue.num_free_blocks >= 3:
+            take(tracker, f"r{number}", rng.randint(1, 3))
+        elif do < 0.8 and names:
+            leave(tracker, rng.choice(names))
+        if rng.random() < 0.6:
+            book = report(tracker, book, 2, whole=rng.random() < 0.1)
+            held = sum(len(blocks) for blocks in manager.held.values())
+            occupancy = Occupancy(blocks_total=29, blocks_free=29 - held, blocks_held=held)
+            assert book.breaches("d", occupancy, 29) == [] and book.suspicions == 0
+    for _ in range(30):
+        book = report(tracker, book, 2)
+    assert book.owners == owners(tracker)
+
+
+def test_a_controller_that_has_forgotten_is_told_everything(tracker: CheckTracker) -> None:
+    take(tracker, "a", 2)
+    assert tracker.take_page_deltas(100).whole, "the first report is the whole state"
+    leave(tracker, "a")
+    take(tracker, "b", 3)
+    assert not tracker.take_page_deltas(100).whole
+    book = report(tracker, PageBook(), 100, whole=True)
+    assert book.owners == owners(tracker) and list(book.owners) == ["b"]
+    assert book.at("b", 1) == list(book.owners["b"].items())[1] and book.at("b", 3) is None
+    assert tracker.take_page_deltas(100).deltas == []
+
+
+def test_a_request_that_came_and_went_between_two_reports_is_not_told(tracker: CheckTracker) -> None:
+    tracker.take_page_deltas(100)
+    take(tracker, "a", 2)
+    leave(tracker, "a")
+    assert tracker.take_page_deltas(100).deltas == []
+
+
+def test_verdicts_are_told_once(tracker: CheckTracker) -> None:
+    take(tracker, "a", 2)
+    pages = [block.block_id for block in tracker.guard._manager.held["a"]]
+    tracker.guard.doubt = lambda page, reason: None  # type: ignore[method-assign]
+    tracker.condemn(Mismatch("a", 1, 29), 2)
+    [verdict] = tracker.take_verdicts()
+    assert (verdict["request_id"], verdict["page_found"], verdict["page_expected"]) == ("a", 29, pages[1])
+    assert tracker.take_verdicts() == [] and len(tracker.audit(idle=False)["verdicts"]) == 1
 
 
 def test_steps_must_be_proven(tracker: CheckTracker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,7 @@ class FarSide:
         self.losses: list[tuple[Role, str, str, int]] = []
         self.ends: list[tuple[int, Outcome, int]] = []
         self.withdrawn = 0
+        self.mismatches = 0  # losses that were none: a page was not the request's own
         self.use_prefill = True
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
@@ -122,8 +123,16 @@ class FarSide:
         return HandOver(ticket_id=ticket_id, attempt=attempt, seal=seal, lease=lease, deadline_s=1.0)
 
     async def lost(
-        self, ticket: Ticket, role: Role, replica_id: str, reason: str, num_output_tokens: int, request: AdmitRequest
+        self,
+        ticket: Ticket,
+        role: Role,
+        replica_id: str,
+        reason: str,
+        num_output_tokens: int,
+        request: AdmitRequest,
+        page_integrity: bool = False,
     ) -> Ticket | Busy:
+        self.mismatches += page_integrity
         self.losses.append((role, replica_id, reason, num_output_tokens))
         return self.lost_answers.pop(0)
 

@@ -21,7 +21,7 @@ from actors.controller import status as view
 from actors.controller.machine import Machine
 from app.cli import main
 from app.commands.serve import Service
-from app.commands.status import size, table
+from app.commands.status import audit_lines, audit_table, size, table
 from app.processes import MARK, end_marked, marked, sweep
 from cluster.spec import ClusterSpec
 
@@ -86,6 +86,46 @@ def test_audit_names_what_is_broken(
     monkeypatch.setattr(Handler, "audit", {"breaches": ["free 1 + held 2 != 4"]})
     assert main(["status", "--url", url, "--audit"]) == 1
     assert "free 1 + held 2 != 4" in capsys.readouterr().out
+
+
+def test_audit_is_a_row_a_replica_with_the_history_of_each_page() -> None:
+    found = view.audit(Machine(ClusterSpec.load("local-cpu"), 1, 0))
+    record = {"state": "ready", "blocks_held": 900, "blocks_total": 2911, "blocks_quarantined": 11}
+    found["replicas"] = {
+        "abc": {"pool": "decode", "laws_broken": [], **record},
+        "def": {"pool": "prefill", "laws_broken": ["def: free 1 + held 2 != total 4"], **record},
+        "ghi": {"pool": "decode", "laws_broken": [], **record},
+    }
+    breach = {"law": "sharing", "page": 7, "text": "2 claims on 1 references", "history": ["step 3 allocated tag 0x1"]}
+    verdict = {"request_id": "r1", "page_found": 9, "page_expected": 7, "step": 5, "history": ["step 4 freed tag 0x1"]}
+    scheduler = {"counters": {"integrity_rows_checked": 1234, "integrity_requests_ended": 1}}
+    broken = {"mode": "check", "laws_broken": ["x", "y"], "breaches": [breach], "verdicts": [verdict]}
+    found["engines"] = {
+        "abc": {"scheduler": scheduler, "integrity": broken},
+        "def": {"scheduler": {"counters": {}}, "integrity": {"mode": "off"}},
+    }
+    found["silent"] = {"ghi": "no answer within 4 s"}
+    found["breaches"] = ["abc: x", "abc: y", *found["replicas"]["def"]["laws_broken"]]
+    console = Console(width=80, record=True)
+    console.print(audit_table(found))
+    shown = console.export_text()
+    rows = {line.split()[1]: line.split()[2:7] for line in shown.splitlines() if "ready" in line}
+    assert rows == {
+        "abc": ["ready", "check", "ok", "2", "broken"],
+        "def": ["ready", "off", "1", "broken", "-"],
+        "ghi": ["ready", "?", "ok", "?", "900"],
+    }
+    assert "3 laws are broken" in shown and "1,234" in shown and "…" not in shown
+    assert audit_lines(found) == [
+        "broken now: abc: x",
+        "broken now: abc: y",
+        "broken now: def: free 1 + held 2 != total 4",
+        "not checked: ghi does not answer: no answer within 4 s",
+        "was broken: abc: sharing: page 7: 2 claims on 1 references",
+        "    step 3 allocated tag 0x1",
+        "tag mismatch: abc: request r1: page 9 in the place of page 7, step 5",
+        "    step 4 freed tag 0x1",
+    ]
 
 
 def test_no_service_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:

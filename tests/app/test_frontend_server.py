@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from far_side import FarSide, until
+from fastapi import FastAPI
 from vllm.v1.engine import FinishReason
 
 from actors.nouns import Busy, HandOver, Outcome, Ticket
 from app import asgi, context
 from app.core_client import FerryCoreClient
+from app.faults import NoVictim
 from app.llm import FerryLLM
-from app.server import build_server, frontend_config, server_args
+from app.server import _add_faults, build_server, frontend_config, server_args
 from cluster.spec import ClusterSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -330,6 +332,30 @@ async def test_health_says_what_is_missing(server: Server) -> None:
 async def test_status_and_audit(server: Server) -> None:
     assert json.loads((await server.ask("/status"))[2]) == {"pools": {}}
     assert json.loads((await server.ask("/status/audit"))[2]) == {"breaches": []}
+    assert json.loads((await server.ask("/status?audit=1"))[2]) == {"pools": {}, "audit": {"breaches": []}}
+    assert json.loads((await server.ask("/status?audit=0"))[2]) == {"pools": {}}
+
+
+async def test_faults_have_a_route_only_where_they_are_configured(server: Server) -> None:
+    assert (await server.ask("/faults", {"kind": "bit_flip", "victim": "x"}))[0] == 404
+
+    async def fault(kind: str, victim: str, trial: int, more: float) -> Any:
+        if victim == "nobody":
+            raise NoVictim("no request 'nobody'")
+        return {"fired": (kind, victim, trial, more)}
+
+    routes = FastAPI()
+    _add_faults(routes, fault)
+
+    async def ask(body: dict[str, Any]) -> tuple[int, Any]:
+        reply, *chunks = [item async for item in asgi.call(routes, "POST", "/faults", {}, json.dumps(body).encode())]
+        return reply[0], json.loads(b"".join(chunks))
+
+    done = await ask({"kind": "bit_flip", "victim": "x", "trial": 3})
+    assert done == (200, {"fired": ["bit_flip", "x", 3, 0.0]})
+    assert (await ask({"kind": "bit_flip", "victim": "nobody"}))[0] == 404
+    status, body = await ask({"victim": "x"})
+    assert status == 400 and "kind" in body["error"]["message"]
 
 
 async def test_forms_that_are_not_offered_say_so(server: Server) -> None:

@@ -55,8 +55,10 @@ def hand_over(attempt: int = 1) -> HandOver:
     return HandOver(ticket_id=7, attempt=attempt, seal=seal, lease=lease, deadline_s=5.0)
 
 
-def tell(*events: story.Event, recovery: Recovery = Recovery.RESUME) -> tuple[Story, list[story.Action]]:
-    now, action = story.begin(recovery)
+def tell(
+    *events: story.Event, recovery: Recovery = Recovery.RESUME, retries: bool = False
+) -> tuple[Story, list[story.Action]]:
+    now, action = story.begin(recovery, retries)
     actions: list[story.Action] = [action]
     for event in events:
         now, following = story.step(now, event)
@@ -165,6 +167,68 @@ def test_a_page_mismatch_ends_the_request_with_an_error_of_its_own(answered: boo
     assert now.phase is Phase.ENDED
 
 
+MIXED_UP = (Admitted(ticket(prefill=None)), Submitted(), PageMismatch("d1", "cmpl-1", 5))
+
+
+@pytest.mark.parametrize("recovery", [Recovery.RESUME, Recovery.REPLAY])
+def test_by_policy_a_page_mismatch_is_run_again_elsewhere(recovery: Recovery) -> None:
+    now, actions = tell(
+        *MIXED_UP,
+        Admitted(ticket(2, prefill="p1", decode="d2")),
+        Prefilled(),
+        HandedOver(hand_over(2)),
+        Submitted(),
+        Finished(),
+        recovery=recovery,
+        retries=True,
+    )
+    [report] = [action for action in actions if isinstance(action, ReportLost)]
+    assert report == ReportLost(ticket(prefill=None), Role.DECODE, "d1", report.reason, 5, page_integrity=True)
+    assert actions[-1] == End(Outcome.DONE) and now.losses == 0, "no replica was lost"
+
+
+def test_a_page_mismatch_is_run_again_once() -> None:
+    again = (Admitted(ticket(2, prefill=None, decode="d2")), Submitted(), PageMismatch("d2", "cmpl-1", 8, earlier=1))
+    _, actions = tell(*MIXED_UP, *again, retries=True)
+    end = actions[-1]
+    assert [type(action) for action in actions].count(ReportLost) == 1
+    assert isinstance(end, End) and end.fault is not None and end.fault.kind == "page_integrity_error"
+    assert "same reason before" in end.fault.message
+
+
+def test_what_cannot_be_continued_exactly_is_not_run_again() -> None:
+    for recovery, tokens, stay in (
+        (Recovery.NONE, 5, False),
+        (Recovery.RESUME, 5, True),
+        (Recovery.NONE, 0, True),
+    ):
+        mismatch = PageMismatch("d1", "cmpl-1", tokens, siblings_stay=stay)
+        _, actions = tell(Admitted(ticket(prefill=None)), Submitted(), mismatch, recovery=recovery, retries=True)
+        end = actions[-1]
+        assert isinstance(end, End) and end.fault is not None
+        assert end.fault.kind == "page_integrity_error" and "cannot be continued exactly" in end.fault.message
+    mismatch = PageMismatch("d1", "cmpl-1", 0)
+    _, actions = tell(Admitted(ticket(prefill=None)), Submitted(), mismatch, recovery=Recovery.NONE, retries=True)
+    assert isinstance(actions[-1], ReportLost), "nothing was out: it just starts again"
+
+
+def test_a_page_mismatch_without_room_elsewhere_keeps_its_type() -> None:
+    _, actions = tell(*MIXED_UP, Refused(FULL), retries=True)
+    end = actions[-1]
+    assert isinstance(end, End) and end.fault is not None
+    assert (end.fault.status, end.fault.kind) == (500, "page_integrity_error") and "decode is full" in end.fault.message
+    # What happens later has nothing to do with it.
+    _, actions = tell(
+        *MIXED_UP,
+        Admitted(ticket(2, prefill=None, decode="d2")),
+        DecodeLost("d2", "killed", 5),
+        Refused(FULL),
+        retries=True,
+    )
+    end = actions[-1]
+    assert isinstance(end, End) and end.fault is not None and (end.fault.status, end.fault.kind) == (503, "")
+
+
 def test_a_request_that_kills_replicas_is_stopped() -> None:
     events: list[story.Event] = [Admitted(ticket(prefill=None, decode="d0")), Submitted()]
     for number in range(story.MAX_LOSSES + 1):
@@ -201,17 +265,24 @@ EVENTS = st.one_of(
     st.just(Carried()),
     st.just(Submitted()),
     st.builds(DecodeLost, st.sampled_from(["d1", "d2"]), st.just("killed"), st.integers(0, 3)),
-    st.builds(PageMismatch, st.sampled_from(["d1", "d2"]), st.just("cmpl-1"), st.integers(0, 3)),
+    st.builds(
+        PageMismatch,
+        st.sampled_from(["d1", "d2"]),
+        st.just("cmpl-1"),
+        st.integers(0, 3),
+        st.integers(0, 1),
+        st.booleans(),
+    ),
     st.just(Finished()),
     st.just(Broken("bug")),
 )
 
 
-@given(st.lists(EVENTS, max_size=60), st.sampled_from(Recovery), EVENTS)
+@given(st.lists(EVENTS, max_size=60), st.sampled_from(Recovery), st.booleans(), EVENTS)
 def test_every_road_can_be_ended_and_stays_ended(
-    events: list[story.Event], recovery: Recovery, late: story.Event
+    events: list[story.Event], recovery: Recovery, retries: bool, late: story.Event
 ) -> None:
-    now, _ = tell(*events, recovery=recovery)
+    now, _ = tell(*events, recovery=recovery, retries=retries)
     assert now.losses <= story.MAX_LOSSES
     before = now.phase
     now, action = story.step(now, Cancelled())
@@ -221,15 +292,17 @@ def test_every_road_can_be_ended_and_stays_ended(
     assert story.step(now, late) == (now, None)
 
 
-@given(st.lists(EVENTS, max_size=60), st.sampled_from(Recovery))
-def test_a_story_only_submits_to_the_replica_of_its_ticket(events: list[story.Event], recovery: Recovery) -> None:
-    now, action = story.begin(recovery)
+@given(st.lists(EVENTS, max_size=60), st.sampled_from(Recovery), st.booleans())
+def test_a_story_only_submits_to_the_replica_of_its_ticket(
+    events: list[story.Event], recovery: Recovery, retries: bool
+) -> None:
+    now, action = story.begin(recovery, retries)
     for event in events:
         now, following = story.step(now, event)
         if isinstance(following, Submit):
             assert following.ticket == now.ticket and now.submitted
         if isinstance(following, ReportLost) and following.role is Role.DECODE:
-            assert isinstance(event, DecodeLost)
+            assert isinstance(event, PageMismatch if following.page_integrity else DecodeLost)
             assert following.replica_id == event.replica_id == following.ticket.decode
         if following is not None:
             action = following
