@@ -97,16 +97,28 @@ def alone(figures: Any) -> list[str]:
     return [*lines, "", "- `python -m ops.integrity_cost.cli --check-alone`"]
 
 
+def no_op(figure: Any) -> list[str]:
+    return [
+        "## The no-op path against a build without the feature",
+        "",
+        f"{figure['ns_a_step']:.0f} ns a step of {figure['requests']} requests [{figure['low']:.0f}, "
+        f"{figure['high']:.0f}]: the only calls that `mode: off` adds, timed alone. A step of the model above takes "
+        "tens of milliseconds, so that no throughput measurement could tell it from none.",
+        "",
+        "- `python -m ops.integrity_cost.cli --no-op-alone`",
+    ]
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ops.integrity_cost.report", description=__doc__.split("\n")[0])
-    for name in ("on", "off", "soak", "cost", "alone"):
+    for name in ("on", "off", "soak", "cost", "alone", "no-op"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--to", type=Path, required=True)
     args = parser.parse_args(argv)
     parts: list[list[str]] = []
     if on := read(args.on):
         parts.append(chaos(on, read(args.off)))
-    for path, part in ((args.soak, soak), (args.cost, cost), (args.alone, alone)):
+    for path, part in ((args.soak, soak), (args.cost, cost), (args.alone, alone), (args.no_op, no_op)):
         if found := read(path):
             parts.append(part(found))
     page = "\n\n".join("\n".join(part) for part in parts)
