@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class Sample:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="pageferry compress --bench", description=__doc__.splitlines()[0])
+    top.add_argument("--form", choices=FORMS, action="append", help="of the source; default: both, one after the other")
     top.add_argument("--gib", type=float, default=3.0, help="size of the synthetic checkpoint (3)")
     top.add_argument("--max-memory", type=float, default=1.5, help="GiB allowed to our processes together (1.5)")
     top.add_argument("--rounds", type=int, default=3, help="runs of every way (3)")
@@ -166,36 +167,34 @@ def hardware_line() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores, {memory} GiB memory"
 
 
-def _round(args: argparse.Namespace, form: str, source: Path, nbytes: int, scratch: Path) -> list[Sample]:
+def _round(args: argparse.Namespace, form: str, source: Path, nbytes: int, scratch: Path) -> Iterator[Sample]:
     """Every way once."""
     counts = sorted({1, args.workers or default_workers()})
     _drop(source)
-    samples = [
-        _timed(form, "read the files", nbytes, lambda: _read_all(source)),
-        _timed(form, "copy in memory, 1 core", nbytes, lambda: _copy_all(nbytes)),
-        _kernel(form, nbytes),
-    ]
+    yield _timed(form, "read the files", nbytes, lambda: _read_all(source))
+    yield _timed(form, "copy in memory, 1 core", nbytes, lambda: _copy_all(nbytes))
+    yield _kernel(form, nbytes)
     for count in counts:
         ours = functools.partial(_ours, source, scratch, count, args.max_memory)
         _drop(source)
-        samples.append(_timed(form, f"pageferry, {count} workers", nbytes, ours))
+        yield _timed(form, f"pageferry, {count} workers", nbytes, ours)
     for count in counts if args.calibrator_site else ():
         _drop(source)
-        samples.append(_peer(form, source, scratch, args.calibrator_site, count))
-    return samples
+        yield _peer(form, source, scratch, args.calibrator_site, count)
 
 
 def run(args: argparse.Namespace, scratch: Path, say: Callable[[str], None]) -> list[Sample]:
     from ops.compress.synthetic import geometry_of_size, make_checkpoint
 
     samples: list[Sample] = []
-    for form in FORMS:
+    for form in args.form or FORMS:
         source = scratch / form
         nbytes = make_checkpoint(source, geometry_of_size(int(args.gib * 2**30), form == "fp8"), form == "fp8")
         say(f"{form}: {nbytes / 2**30:.2f} GiB, our processes may take {args.max_memory:g} GiB")
         for number in range(args.rounds):
-            samples += _round(args, form, source, nbytes, scratch)
-            say(f"{form}: round {number + 1} of {args.rounds}")
+            for sample in _round(args, form, source, nbytes, scratch):
+                samples.append(sample)
+                say(f"{form}: round {number + 1} of {args.rounds}: {sample.way}: {sample.mb_per_s:.0f} MB/s")
         shutil.rmtree(source)
     return samples
 
@@ -203,7 +202,7 @@ def run(args: argparse.Namespace, scratch: Path, say: Callable[[str], None]) -> 
 def table(samples: list[Sample]) -> str:
     """Median MB/s with the least and the most, share of the disk's rate, peak memory."""
     lines = ["| source | way | MB/s median | least .. most | of reading | peak MiB |", "|---|---|---|---|---|---|"]
-    for form in FORMS:
+    for form in dict.fromkeys(sample.form for sample in samples):
         mine = [sample for sample in samples if sample.form == form]
         disk = statistics.median(sample.mb_per_s for sample in mine if sample.way == "read the files")
         for way in dict.fromkeys(sample.way for sample in mine):
