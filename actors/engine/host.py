@@ -291,19 +291,15 @@ class _Host:
         )
         self._pages_whole = stats.get("pages_whole", False)
         for verdict in stats.get("verdicts", ()):
-            request_id, position = verdict["request_id"], verdict["position"]
+            request_id = verdict["request_id"]
             live, ticket_id = self._live.get(request_id), self._condemned.pop(request_id, 0)
-            if position >= 0:
-                detail = f"page {verdict['page_found']} in the place of page {verdict['page_expected']}"
-            else:
-                detail = "it had read a page that another request's faulty step did not write"
             self._events.append(
                 ReplicaEvent(
                     kind="tag_mismatch",
                     ticket_id=live.ticket.ticket_id if live else ticket_id,
                     request_id=request_id,
-                    position=position,
-                    detail=f"{detail}, step {verdict['step']}",
+                    position=verdict["position"],
+                    detail=verdict["text"],
                 )
             )
 
@@ -316,13 +312,14 @@ class _Host:
     async def _beat(self) -> None:
         events, self._events = self._events, []
         pages, self._pages = self._pages, ()
+        whole, self._pages_whole = self._pages_whole, False
         heartbeat = Heartbeat(
             replica_id=self.replica_id,
             incarnation=self.incarnation,
             occupancy=self.occupancy(),
             events=tuple(events),
             pages=pages,
-            pages_whole=self._pages_whole and bool(pages),
+            pages_whole=whole,
             counters={name: float(value) for name, value in self._stats["counters"].items()},
         )
         try:

@@ -259,7 +259,11 @@ class CheckTracker:
             other for page in unwritten if self.ledger.num_claims(page) > 1 for other in self.ledger.holders(page)
         }
         page = pages[mismatch.position] if 0 <= mismatch.position < len(pages) else mismatch.page
+        what = f"page {mismatch.page} in the place of page {page}"
+        if mismatch.position < 0:
+            what = "it had read a page that another request's faulty step did not write"
         verdict = {
+            "text": f"{what}, step {self.ledger.step}",
             "request_id": request_id,
             "position": mismatch.position,
             "page_found": mismatch.page,

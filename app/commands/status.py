@@ -135,8 +135,7 @@ def _page_stories(replica_id: str, integrity: dict[str, Any]) -> list[str]:
         lines.append(f"was broken: {replica_id}: {breach['law']}: page {breach['page']}: {breach['text']}")
         lines += [f"    {event}" for event in breach["history"]]
     for verdict in integrity.get("verdicts", ()):
-        what = f"page {verdict['page_found']} in the place of page {verdict['page_expected']}"
-        lines.append(f"tag mismatch: {replica_id}: request {verdict['request_id']}: {what}, step {verdict['step']}")
+        lines.append(f"tag mismatch: {replica_id}: request {verdict['request_id']}: {verdict['text']}")
         lines += [f"    {event}" for event in verdict["history"]]
     return lines
 

@@ -97,7 +97,7 @@ def test_audit_is_a_row_a_replica_with_the_history_of_each_page() -> None:
         "ghi": {"pool": "decode", "laws_broken": [], **record},
     }
     breach = {"law": "sharing", "page": 7, "text": "2 claims on 1 references", "history": ["step 3 allocated tag 0x1"]}
-    verdict = {"request_id": "r1", "page_found": 9, "page_expected": 7, "step": 5, "history": ["step 4 freed tag 0x1"]}
+    verdict = {"request_id": "r1", "text": "page 9 in the place of page 7", "history": ["step 4 freed tag 0x1"]}
     scheduler = {"counters": {"integrity_rows_checked": 1234, "integrity_requests_ended": 1}}
     broken = {"mode": "check", "laws_broken": ["x", "y"], "breaches": [breach], "verdicts": [verdict]}
     found["engines"] = {
@@ -123,7 +123,7 @@ def test_audit_is_a_row_a_replica_with_the_history_of_each_page() -> None:
         "not checked: ghi does not answer: no answer within 4 s",
         "was broken: abc: sharing: page 7: 2 claims on 1 references",
         "    step 3 allocated tag 0x1",
-        "tag mismatch: abc: request r1: page 9 in the place of page 7, step 5",
+        "tag mismatch: abc: request r1: page 9 in the place of page 7",
         "    step 4 freed tag 0x1",
     ]
 
