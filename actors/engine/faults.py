@@ -112,6 +112,9 @@ class Faults:
         pages = [int(page) for page in state.block_ids[0]]
         # Only pages that hold tokens already: attention reads those in the next step.
         page_tokens = batch.block_table[0].block_size
+        # `num_computed_tokens` is that before the last step that ran; with the last token sampled nothing reads again.
+        if state.num_computed_tokens >= len(state.prompt_token_ids) + state.sampling_params.max_tokens - 2:
+            return self._did(kind=kind, fired=False, why=f"{victim} has had its last step")
         used = range(first, min(len(pages), -(-state.num_computed_tokens // page_tokens)))
         if not used:
             return self._did(kind=kind, fired=False, why=f"{victim} has no page from position {first} on")
