@@ -1,13 +1,14 @@
 """How many replicas each pool should have. Pure: inputs and effects are values, and the reason is part of the effect.
 
 Decode is scaled by KV occupancy: blocks that running requests will have taken at their expected ends, plus what waits
-in the queue, against the blocks of all replicas that are there or on their way. Added is what will wait besides when a
-replica ordered now is up: a surge (more blocks asked for a second than the present replicas give back) is expected to
-last as long again as it has lasted. Prefill is scaled by prompt tokens not computed yet.
+in the queue, against the blocks of all replicas that are there or on their way. Added is what a surge will have
+brought by the time that a replica ordered now is up; what counts as a surge, and how fast it grows, is decided in
+`surge.py`. Prefill is scaled by prompt tokens not computed yet.
 
 Between `target_low` and `target_high` nothing happens; outside, the pool goes to the middle of the band. Going up needs
-`up_hold_s` of pressure, going down `down_hold_s` without any. A replica is cold for `warm_up_s` after it joined; its
-coming capacity counts, so that nobody orders the same capacity twice.
+`up_hold_s` of pressure, or a surge, which has been told from chance already; going down needs `down_hold_s` without
+any, and keeps what the inflow of the last `warm_up_s` holds in the long run. A replica is cold for `warm_up_s` after it
+joined; its coming capacity counts, so that nobody orders the same capacity twice.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.controller.admission import WaitingRoom
 from actors.controller.events import Scaled
 from actors.controller.forecast import SECOND, Forecast, blocks_for
 from actors.controller.registry import Registry, Replica
+from actors.controller.surge import Trend
 from actors.nouns import Role, ScaleDecision
 from cluster.spec import ClusterSpec, PoolSpec, ScalingSpec
 
@@ -38,7 +40,8 @@ class Load:
     per_replica: float  # what one replica gives
     unit: str
     idle: bool  # nobody runs, nobody waits
-    surplus: float = 0.0  # of what is asked for a second over what the replicas that are there can give
+    growth: float = 0.0  # of `demand`, a second, beyond what chance explains
+    steady: float = 0.0  # what the present inflow holds in the long run
     cold: int = 0  # replicas there, not warm yet
     stale: int = 0
 
@@ -49,7 +52,6 @@ class _Track:
 
     samples: deque[tuple[int, float, bool]] = field(default_factory=deque)  # (when, demand in replicas, idle)
     above_since_ns: int = 0
-    surge_since_ns: int = 0
     grown_ns: int | None = None  # when it was last scaled up
     held_until_ns: int = 0
     reason: str = "nothing decided yet"
@@ -83,7 +85,7 @@ class Autoscaler:
         }
         self._tracks = {Role.PREFILL: _Track(), Role.DECODE: _Track()}
         self._next_ns = now_ns
-        self._asked: deque[tuple[int, float]] = deque()  # (when, blocks ever asked for)
+        self._trend = Trend()
         self._blocks = 0.0  # of a decode replica, as last seen: also known while there is none
         self.decisions: deque[tuple[int, ScaleDecision]] = deque(maxlen=REMEMBERED)
 
@@ -111,8 +113,10 @@ class Autoscaler:
         if self._scaling.mode == "off" or now_ns < self._next_ns:
             return []
         self._next_ns = now_ns + EVERY_NS
-        inflow = self._inflow(forecast.asked_blocks, now_ns)
-        decode = decode_load(registry, room, forecast, self._spec, self._blocks, inflow, now_ns)
+        decode = decode_load(registry, room, forecast, self._spec, self._blocks, now_ns)
+        look_ns, warm_ns = int(self._scaling.look_back_s * SECOND), int(self._scaling.warm_up_s * SECOND)
+        self._trend.add(forecast, decode.demand, look_ns, warm_ns, now_ns)
+        decode = replace(decode, growth=self._trend.growth, steady=self._trend.steady)
         if any(r.role is Role.DECODE for r in registry.replicas.values()):
             self._blocks = decode.per_replica
         wishes = {
@@ -120,15 +124,6 @@ class Autoscaler:
             Role.PREFILL: self._wish(Role.PREFILL, prefill_load(registry, room, self._spec, now_ns), now_ns),
         }
         return self._within_budget(wishes, now_ns)
-
-    def _inflow(self, asked: float, now_ns: int) -> float:
-        """Blocks asked for a second, over the look-back."""
-        look_ns = max(SECOND, int(self._scaling.look_back_s * SECOND))
-        self._asked.append((now_ns, asked))
-        while self._asked[0][0] < now_ns - look_ns:
-            self._asked.popleft()
-        since_ns, before = self._asked[0]
-        return (asked - before) * SECOND / max(look_ns, now_ns - since_ns)
 
     # -- one pool
 
@@ -144,7 +139,7 @@ class Autoscaler:
         down_ns, up_ns = int(scaling.down_hold_s * SECOND), int(scaling.up_hold_s * SECOND)
         look_ns = int(scaling.look_back_s * SECOND)
         track.add(now_ns, load.demand / load.per_replica, load.idle, max(down_ns, look_ns))
-        coming = self._coming(track, load, now_ns)
+        coming = load.growth * scaling.warm_up_s
         if current == 0:
             if load.idle:
                 return low, "idle at zero"
@@ -152,42 +147,33 @@ class Autoscaler:
                 role, 1, math.ceil(load.demand / load.per_replica / self._middle), "woken by a request"
             )
         need = track.mean(now_ns, look_ns)
-        if load.queued:  # no averaging of what waits: it is there
+        if load.queued or coming:  # no averaging of what waits or is certain to come
             need = max(need, (load.demand + coming) / load.per_replica)
         pressure = need / current
         told = f"{load.demand:.0f} {load.unit} needed ({load.queued:.0f} of them waiting"
-        told += f", {coming:.0f} more to come" if coming and load.queued else ""
+        told += f", {coming:.0f} more to come" if coming else ""
         told += f") of {load.per_replica * current:.0f}: {pressure:.0%}"
         told += f"; {load.cold} cold" if load.cold else ""
         told += f"; {load.stale} stale and counted as full" if load.stale else ""
         if pressure > scaling.target_high:
             track.above_since_ns = track.above_since_ns or now_ns
-            if now_ns - track.above_since_ns < up_ns:
+            if not coming and now_ns - track.above_since_ns < up_ns:
                 return current, f"{told}, above {scaling.target_high:.0%}, for less than {scaling.up_hold_s:g} s"
             wanted = math.ceil(pressure * current / self._middle)
             return self._bounded(role, current, wanted, f"{told}, above {scaling.target_high:.0%}")
         track.above_since_ns = 0
-        return self._down(role, track, told, now_ns, down_ns)
+        return self._down(role, load, told, now_ns, down_ns)
 
-    def _coming(self, track: _Track, load: Load, now_ns: int) -> float:
-        """What will have come in excess by the time that a replica ordered now is up."""
-        if load.surplus <= 0:
-            track.surge_since_ns = 0
-            return 0.0
-        track.surge_since_ns = track.surge_since_ns or now_ns
-        lasts_ns = min(now_ns - track.surge_since_ns, int(self._scaling.warm_up_s * SECOND))
-        return load.surplus * lasts_ns / SECOND
-
-    def _down(self, role: Role, track: _Track, told: str, now_ns: int, down_ns: int) -> tuple[int, str]:
-        current = self.targets[role]
+    def _down(self, role: Role, load: Load, told: str, now_ns: int, down_ns: int) -> tuple[int, str]:
+        track, current = self._tracks[role], self.targets[role]
         low, _ = self._pool(role).bounds
         if current <= low or not track.covers(now_ns, down_ns):
             return current, f"{told}, held"
-        if track.surge_since_ns:
-            return current, f"{told}, held: more is asked for than given back"
+        if load.growth:
+            return current, f"{told}, held: demand grows"
         if track.grown_ns is not None and now_ns - track.grown_ns < self._scaling.warm_up_s * SECOND:
             return current, f"{told}, held: what was ordered last is not warm yet"
-        worst = track.worst()
+        worst = max(track.worst(), load.steady / load.per_replica)
         if worst / current >= self._scaling.target_low:
             return current, f"{told}, in its band"
         if current == 1:
@@ -265,13 +251,9 @@ def decode_load(
     forecast: Forecast,
     spec: ClusterSpec,
     blocks_seen: float,
-    inflow: float,
     now_ns: int,
 ) -> Load:
-    """`blocks_seen`: of a replica, when there is none to ask. With nothing known, all that waits needs one replica.
-
-    `inflow`: blocks asked for a second.
-    """
+    """`blocks_seen`: of a replica, when there is none to ask. With nothing known, all that waits needs one replica."""
     everyone = [r for r in registry.replicas.values() if r.role is Role.DECODE]
     warm, cold = _warm(everyone, int(spec.scaling.warm_up_s * SECOND), now_ns)
     known = [r.announcement.blocks_total for r in everyone if not r.fenced]
@@ -290,7 +272,6 @@ def decode_load(
         per_replica=per_replica,
         unit="KV blocks",
         idle=not live and not len(room),
-        surplus=inflow - len(there) * per_replica * SECOND / forecast.stay_ns if forecast.stay_ns else 0.0,
         cold=cold,
         stale=sum(r.stale for r in warm),
     )

@@ -41,6 +41,12 @@ class Forecast:
     prompt_token_ns: float = 0.0002 * SECOND  # from admission to sealed, a prompt token
     stay_ns: float = 0.0  # from its place on decode to its end, a request; 0: none has ended yet
     asked_blocks: float = 0.0  # of all requests that ever came, at their expected ends
+    asked_squares: float = 0.0  # the same, each one squared: how unevenly they are spread
+
+    def asked(self, blocks: int) -> None:
+        """A request came that will hold `blocks` at its end."""
+        self.asked_blocks += blocks
+        self.asked_squares += blocks * blocks
 
     def output_tokens(self, request: AdmitRequest) -> int:
         """Tokens this request will probably have put out at its end, the ones already emitted included."""

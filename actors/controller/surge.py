@@ -1,0 +1,72 @@
+"""Is the pool being flooded, and what does the present inflow need once things are steady. Pure.
+
+Requests come at random times in random sizes, so a few long prompts in a row look like the beginning of a flood. What
+tells one from the other is how unlikely chance is: over a window in which requests of `b` blocks came, the demand
+(blocks of everybody placed or waiting, at their expected ends) moves by their sum less what others gave back, and by
+chance alone with a standard deviation of at most about `sqrt(sum b^2)` for what came and likewise for what went. Only
+growth beyond `CERTAINTY` such deviations counts as growth, so evidence of a few seconds is enough for a great flood,
+and a small one has to last longer. Many requests in one moment (somebody sent a batch) are no flood: demand must have
+grown both before the last second and in it. Nor is it one when demand comes back to where it was a while ago: within
+`keep_ns` a flood shows a new high. A lower bound of the growth also bounds what is ordered too much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from actors.controller.forecast import SECOND, Forecast
+
+CERTAINTY = 2.5  # standard deviations
+RESERVE = 2.0  # standard deviations of a steady demand that are kept free when a pool shrinks
+SHORTEST_NS = 2 * SECOND  # of the windows that are looked at
+NEWEST_NS = SECOND  # the end of each window, which must show growth by itself
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    when_ns: int
+    asked: float  # blocks of all requests that ever came
+    squares: float
+    demand: float
+
+
+@dataclass(slots=True)
+class Trend:
+    """The demand's recent course. `look_ns`: longest window for growth; `keep_ns`: the window of `steady`."""
+
+    moments: deque[_Moment] = field(default_factory=deque)
+    growth: float = 0.0  # blocks a second that the demand certainly grows by; 0 when chance explains it
+    steady: float = 0.0  # blocks that the inflow of the last `keep_ns` holds in the long run, with reserve
+
+    def add(self, forecast: Forecast, demand: float, look_ns: int, keep_ns: int, now_ns: int) -> None:
+        now = _Moment(now_ns, forecast.asked_blocks, forecast.asked_squares, demand)
+        self.moments.append(now)
+        while self.moments[0].when_ns < now_ns - max(look_ns, keep_ns):
+            self.moments.popleft()
+        since_ns = now_ns - max(look_ns, SHORTEST_NS)
+        recent = [then for then in self.moments if then.when_ns >= since_ns]
+        before = [then for then in recent if then.when_ns <= now_ns - NEWEST_NS]
+        self.growth = 0.0
+        high = max((then.demand for then in self.moments if then.when_ns <= now_ns - look_ns // 2), default=0.0)
+        if before and now.demand > high and now.demand > (late := before[-1]).demand:
+            begins = (b for b in before if b.when_ns <= now_ns - SHORTEST_NS and b.demand < late.demand)
+            self.growth = max((_certain_growth(begin, now) for begin in begins), default=0.0)
+        self.steady = self._steady(now, forecast.stay_ns, keep_ns)
+
+    def _steady(self, now: _Moment, stay_ns: float, keep_ns: int) -> float:
+        """Little's law, and the standard deviation of a compound Poisson sum over one stay."""
+        first = self.moments[0]
+        stays = max(SECOND, min(keep_ns, now.when_ns - first.when_ns)) / stay_ns if stay_ns else math.inf
+        held, squares = (now.asked - first.asked) / stays, (now.squares - first.squares) / stays
+        return held + RESERVE * math.sqrt(max(0.0, squares))
+
+
+def _certain_growth(then: _Moment, now: _Moment) -> float:
+    came, grown = now.asked - then.asked, now.demand - then.demand
+    if came <= 0 or grown <= 0:
+        return 0.0
+    went = max(0.0, came - grown)
+    variance = (now.squares - then.squares) * (1.0 + went / came)  # what went is taken to be spread as what came
+    return max(0.0, grown - CERTAINTY * math.sqrt(variance)) * SECOND / (now.when_ns - then.when_ns)
