@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,7 @@ class Watched:
     finish_reason: str = ""
     stop_reason: str = ""
     margin: float = float("inf")  # nats between the greedy token and the next one, the least so far; when asked for
+    at_end: Callable[[], None] | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, output: Any) -> None:
@@ -75,6 +77,8 @@ class Watched:
         if output.finish_reason is not None:
             self.finish_reason = str(output.finish_reason)
             self.stop_reason = str(output.stop_reason or "")
+            if self.at_end is not None:
+                self.at_end()
         self._news.set()
 
     async def emitted(self, num_tokens: int) -> None:

@@ -99,8 +99,16 @@ async def taken(harness: Harness, trial: Trial, rng: random.Random) -> None:
     await victim.emitted(rng.randint(2, 4))
     _placed(trial, await harness.pool_fault(trial.kind, trial.number, victim.request_id))
     at = len(victim.token_ids)
+    in_time: list[bool] = []
+
+    def victim_ended() -> None:
+        in_time.append(bool(taker.token_ids or harness.pair.num_unread(taker.request_id)))
+
     taker = await harness.start_request(newcomer, salt=harness.salt())
+    victim.at_end = victim_ended
     await asyncio.gather(*(w.ended() for w in (victim, neighbour, taker)))
+    if victim.finish_reason == "length" and not any(in_time):
+        raise NotPlaced("nobody had taken the page when the victim's last step ran")
     trial.tokens_after_fault = len(victim.token_ids) - at
     await _verdict(harness, trial, victim)
     _watch(trial, victim, [neighbour, taker], victim_ends=True)

@@ -157,6 +157,11 @@ class EnginePair:
                     if (queue := self._queues.get(output.request_id)) is not None:
                         queue.put_nowait(output)
 
+    def num_unread(self, request_id: str) -> int:
+        """Outputs that decode has sent for the request and nobody has taken yet."""
+        queue = self._queues.get(request_id)
+        return queue.qsize() if queue is not None else 0
+
     def ticket(self, request_id: str, num_prompt_tokens: int) -> Ticket:
         assert self.prefill is not None
         return Ticket(
