@@ -1,0 +1,128 @@
+"""What a replica's host makes of its engine's answer for the controller, without an engine.
+
+1. Page deltas and verdicts travel once; what the controller may have missed is told again from the beginning.
+2. A verdict becomes a controller event that names the ticket, whichever of verdict and last output comes first.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.engine.host import CONDEMNED_REMEMBERED, DecodeHost, _Live, _Totals
+from actors.nouns import PAGE_INTEGRITY, Heartbeat, HeartbeatReply, PageDelta, Ticket
+from ops.rig.pair import LocalHandle
+
+COUNTS = ("blocks_total", "blocks_free", "blocks_held", "blocks_quarantined", "running", "waiting")
+VERDICT = {"request_id": "r", "position": 1, "page_found": 9, "page_expected": 4, "text": "page 9", "step": 3}
+
+
+class Controller:
+    def __init__(self) -> None:
+        self.beats: list[Heartbeat] = []
+        self.joined = 0
+        self.known = True
+        self.away = False
+
+    async def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+        if self.away:
+            raise ConnectionError("away")
+        self.beats.append(beat)
+        return HeartbeatReply(epoch=1, known=self.known)
+
+    async def join(self, announcement: Any) -> None:
+        self.joined += 1
+
+
+@pytest.fixture
+def controller() -> Controller:
+    return Controller()
+
+
+@pytest.fixture
+def host(controller: Controller) -> DecodeHost:
+    made = object.__new__(DecodeHost)  # `__init__` starts an engine
+    made.replica_id, made.incarnation = "d", 1
+    made._live, made._events, made._condemned, made._streams = {}, [], {}, {}
+    made._pages, made._pages_whole, made._tell_all_pages = (), False, False
+    made._totals = _Totals()
+    made.controller = LocalHandle(controller)
+    made._get_controller = lambda: LocalHandle(controller)
+    made.announcement = lambda: None  # type: ignore[method-assign, assignment, return-value]
+    return made
+
+
+def answer(host: DecodeHost, *pages: tuple[str, bool, list[int], list[int]], whole: bool = False, **more: Any) -> None:
+    """The engine answers, over the wire that vLLM uses for utilities."""
+    stats = dict.fromkeys(COUNTS, 0) | {"counters": {}, "pages": pages, "pages_whole": whole, "verdicts": []} | more
+    host._stats = msgspec.msgpack.decode(msgspec.msgpack.encode(stats))
+    host._take_integrity(host._stats)
+
+
+async def test_page_deltas_travel_once(host: DecodeHost, controller: Controller) -> None:
+    answer(host, ("gone", True, [], []), ("r", False, [4, 2], [104, 102]), whole=True)
+    await host._beat()
+    await host._beat()  # a long step: the engine has not answered again
+    first, second = controller.beats
+    gone, taken = first.pages
+    assert gone == PageDelta(request_id="gone", released=True) and list(taken.added.items()) == [(4, 104), (2, 102)]
+    assert first.pages_whole and second.pages == () and not second.pages_whole
+
+
+async def test_a_whole_report_of_nothing_is_told_too(host: DecodeHost, controller: Controller) -> None:
+    answer(host, whole=True)
+    await host._beat()
+    assert controller.beats[0].pages_whole and controller.beats[0].pages == ()
+
+
+async def test_a_controller_that_may_have_missed_something_is_told_everything(
+    host: DecodeHost, controller: Controller
+) -> None:
+    controller.known = False
+    answer(host, ("r", False, [4], [104]))
+    await host._beat()
+    assert host._tell_all_pages and controller.joined == 1, "it is a new one"
+    host._tell_all_pages, controller.known, controller.away = False, True, True
+    await host._beat()
+    assert host._tell_all_pages, "it may have died with what it was told"
+
+
+async def test_with_integrity_off_there_is_nothing_to_tell(host: DecodeHost, controller: Controller) -> None:
+    host._stats = dict.fromkeys(COUNTS, 0) | {"counters": {}}
+    host._take_integrity(host._stats)
+    await host._beat()
+    assert controller.beats[0].pages == () and controller.beats[0].events == ()
+
+
+@pytest.mark.parametrize("verdict_first", [True, False])
+async def test_a_verdict_is_an_event_with_its_ticket(
+    host: DecodeHost, controller: Controller, verdict_first: bool
+) -> None:
+    ticket = Ticket(ticket_id=7, attempt=1, request_id="r", frontend_id="f", epoch=1, decode="d")
+    host._live["r"] = _Live(ticket, "f")
+    output = SimpleNamespace(request_id="r", new_token_ids=[], finish_reason="error", stop_reason=PAGE_INTEGRITY)
+    outputs = SimpleNamespace(outputs=[output], scheduler_stats=None)
+    if not verdict_first:
+        host._on_outputs(outputs)
+    answer(host, verdicts=[VERDICT])
+    if verdict_first:
+        host._on_outputs(outputs)
+    controller.away = True
+    await host._beat()  # nobody has heard it
+    controller.away = False
+    await host._beat()
+    [event] = [event for event in controller.beats[0].events if event.kind == "tag_mismatch"]
+    assert (event.ticket_id, event.request_id, event.position, event.detail) == (7, "r", 1, "page 9")
+    await host._beat()
+    assert controller.beats[1].events == ()
+
+
+def test_what_is_remembered_of_ended_requests_is_bounded(host: DecodeHost) -> None:
+    live = SimpleNamespace(ticket=SimpleNamespace(ticket_id=1))
+    for number in range(CONDEMNED_REMEMBERED + 5):
+        host._condemn(SimpleNamespace(request_id=str(number), stop_reason=PAGE_INTEGRITY), live)  # type: ignore[arg-type]
+    host._condemn(SimpleNamespace(request_id="stopped", stop_reason=None), live)  # type: ignore[arg-type]
+    assert len(host._condemned) == CONDEMNED_REMEMBERED and "stopped" not in host._condemned
