@@ -347,6 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no case {', '.join(unknown)}; known: {', '.join(CASES)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the service is ended on the way
     results, failed = [], []
     with tempfile.TemporaryDirectory(prefix="pageferry-tiny-") as scratch:
         work = args.work or Path(scratch)
