@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import random
+import sys
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -86,11 +87,21 @@ class ServeScaler:
 
 
 @dataclass(frozen=True, slots=True)
+class Policy:
+    """Who sets decode's replicas; `serve` None: the controller. Both have the same least number of replicas."""
+
+    name: str
+    minimum: int = 1
+    serve: ServeSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a policy made of a trace."""
 
     policy: str
     trace: str
+    seed: int
     requests: int
     slo: float  # share of requests with TTFT and TPOT within bounds; refused ones count as missed
     gpu_hours: float
@@ -102,10 +113,10 @@ class Outcome:
     peak_replicas: int
 
 
-def spec_for(mode: str) -> dict[str, Any]:
+def spec_for(mode: str, minimum: int = 1) -> dict[str, Any]:
     spec: dict[str, Any] = json.loads(json.dumps(SPEC))
     spec["pools"]["prefill"] = {"replicas": 8, "min_replicas": 8, "max_replicas": 8}
-    spec["pools"]["decode"] = {"replicas": 1, "min_replicas": 1, "max_replicas": REPLICAS_MAX}
+    spec["pools"]["decode"] = {"replicas": minimum, "min_replicas": minimum, "max_replicas": REPLICAS_MAX}
     spec["admission"] = {"queue_max": 512, "queue_wait_s": 60.0}
     spec["transfer"] = {"lease_s": 120.0, "hand_over_s": 60.0}
     spec["scaling"] = {
@@ -114,7 +125,7 @@ def spec_for(mode: str) -> dict[str, Any]:
         "look_back_s": 10.0,
         "up_hold_s": 2.0,
         "down_hold_s": 20.0,
-        "step_down_max": 4,
+        "step_down_max": REPLICAS_MAX,
     }
     return spec
 
@@ -142,12 +153,12 @@ def costs() -> RooflineCosts:
     return RooflineCosts(Roofline.of(plan.arch, plan.settings), 0.6)
 
 
-def play(arrivals: list[Arrival], serve: ServeSettings | None) -> ClusterSim:
+def play(arrivals: list[Arrival], serve: ServeSettings | None, minimum: int = 1) -> ClusterSim:
     """One run; `serve` None: the controller scales."""
     scenario = Scenario(
         seed=1,
         arrivals=tuple(arrivals),
-        spec=spec_for("off" if serve else "occupancy"),
+        spec=spec_for("off" if serve else "occupancy", minimum),
         shape=Shape(
             nodes=2,
             frontends=2,
@@ -156,6 +167,7 @@ def play(arrivals: list[Arrival], serve: ServeSettings | None) -> ClusterSim:
             max_seqs=256,
             staging_bytes=1 << 28,
             start_s=START_S,
+            ledger=False,
         ),
         limit_s=900.0,
         settle_s=5.0,
@@ -163,7 +175,7 @@ def play(arrivals: list[Arrival], serve: ServeSettings | None) -> ClusterSim:
     line = costs()
     cluster = ClusterSim(scenario, {Role.PREFILL: line, Role.DECODE: line}, quantum=16, sample_ns=SECOND)
     if serve is not None:
-        scaler = ServeScaler(serve, 1)
+        scaler = ServeScaler(serve, minimum)
 
         def look() -> None:
             ongoing = sum(len(frontend.stories) for frontend in cluster.frontends)
@@ -175,7 +187,7 @@ def play(arrivals: list[Arrival], serve: ServeSettings | None) -> ClusterSim:
     return cluster.run()
 
 
-def judge(cluster: ClusterSim, policy: str, trace: str) -> Outcome:
+def judge(cluster: ClusterSim, policy: str, trace: str, seed: int = 1) -> Outcome:
     good, ttfts = 0, []
     for record in cluster.records:
         if record.outcome != "done":
@@ -189,6 +201,7 @@ def judge(cluster: ClusterSim, policy: str, trace: str) -> Outcome:
     return Outcome(
         policy=policy,
         trace=trace,
+        seed=seed,
         requests=len(cluster.records),
         slo=good / len(cluster.records),
         gpu_hours=cluster.platform.replica_ns[Role.DECODE] * GPUS / SECOND / 3_600,
@@ -227,68 +240,172 @@ def reaction(targets: list[tuple[float, int]], every_s: float = 1_200.0, burst_s
     return sum(waits) / len(waits) if waits else 0.0
 
 
-def policies() -> dict[str, ServeSettings | None]:
-    found: dict[str, ServeSettings | None] = {"occupancy": None}
-    for target in (6.0, 9.0, 12.0, 18.0, 30.0):
-        found[f"ongoing {target:g}, default delays"] = ServeSettings(target)
-    for target in (6.0, 9.0, 12.0, 18.0, 30.0):
-        found[f"ongoing {target:g}, quick delays"] = ServeSettings(target, 2.0, 20.0, 10.0)
-    return found
+# Serve's delays: as they come; the holds that ours has; up at once and down late.
+DELAYS = {
+    "default delays": (30.0, 600.0, 30.0),
+    "quick": (2.0, 20.0, 10.0),
+    "patient": (0.0, 300.0, 10.0),
+}
+DEFAULT = "Serve 2, default delays"  # `AutoscalingConfig()` but for the bounds
+TRACES = {"long bursts": long_bursts, "mixed bursts": mixed_bursts}
 
 
-def compare(seconds: float = 3_600.0, repeats: int = 3) -> tuple[list[Outcome], dict[str, ClusterSim]]:
-    """Every policy on every trace, `repeats` times with other arrivals; and the first runs of some, for a picture."""
-    outcomes, clusters = [], {}
-    for trace, make in (("long bursts", long_bursts), ("mixed bursts", mixed_bursts)):
-        for name, settings in policies().items():
-            runs = []
-            for seed in range(1, repeats + 1):
-                cluster = play(make(seconds, seed), settings)
-                runs.append(judge(cluster, name, trace))
-                if seed == 1 and name in ("occupancy", "ongoing 9, default delays", "ongoing 9, quick delays"):
-                    clusters[f"{trace}: {name}"] = cluster
-            outcomes.append(together(runs))
-    return outcomes, clusters
+def _serve(target: int, delays: str, minimum: int = 1) -> Policy:
+    up_s, down_s, look_s = DELAYS[delays]
+    name = f"Serve {target}, {delays}" + (f", at least {minimum}" if minimum > 1 else "")
+    return Policy(name, minimum, ServeSettings(target, up_s, down_s, look_s, minimum))
 
 
-def together(runs: list[Outcome]) -> Outcome:
-    """Sums of counts, means of shares and times, the worst of extremes."""
-    requests = sum(run.requests for run in runs)
-    return Outcome(
-        policy=runs[0].policy,
-        trace=runs[0].trace,
-        requests=requests,
-        slo=sum(run.slo * run.requests for run in runs) / requests,
-        gpu_hours=sum(run.gpu_hours for run in runs),
-        flaps=sum(run.flaps for run in runs),
-        busy=sum(run.busy for run in runs),
-        ttft_p95_s=sum(run.ttft_p95_s for run in runs) / len(runs),
-        reaction_s=sum(run.reaction_s for run in runs) / len(runs),
-        overshoot=max(run.overshoot for run in runs),
-        peak_replicas=max(run.peak_replicas for run in runs),
-    )
+def policies(trace: str) -> list[Policy]:
+    """Ours with each least number of replicas, and Serve's targets, delays and least numbers."""
+    ours = [Policy("occupancy" + (f", at least {minimum}" if minimum > 1 else ""), minimum) for minimum in (1, 2, 3, 4)]
+    if trace != "long bursts":
+        few = [_serve(2, "default delays"), _serve(6, "quick"), _serve(9, "quick"), _serve(9, "patient")]
+        return [*ours[:2], *few, _serve(9, "quick", 2)]
+    swept = [_serve(target, delays) for target in (2, 4, 6, 9, 12) for delays in DELAYS]
+    floors = [_serve(target, d, least) for least in (2, 3) for target in (9, 12) for d in ("quick", "patient")]
+    return [*ours, *swept, *floors]
 
 
-def table(outcomes: list[Outcome]) -> str:
-    head = "| trace | policy | SLO met | GPU-hours | flaps | refused | TTFT p95 s | reaction s | overshoot | peak |"
-    lines = [head, "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
-    lines += [
-        f"| {o.trace} | {o.policy} | {o.slo:.1%} | {o.gpu_hours:.1f} | {o.flaps} | {o.busy} | {o.ttft_p95_s:.1f} | "
-        f"{o.reaction_s:.0f} | {o.overshoot} | {o.peak_replicas} |"
-        for o in outcomes
+def compare(repeats: int, seconds: float = 3_600.0, record: Path | None = None) -> list[Outcome]:
+    """Every policy on every trace and seed 1 to `repeats`. `record`: JSON lines; what is there is not run again."""
+    known = {}
+    if record is not None and record.exists():
+        rows = (Outcome(**json.loads(line)) for line in record.read_text().splitlines())
+        known = {(row.trace, row.seed, row.policy): row for row in rows}
+    outcomes = []
+    for seed in range(1, repeats + 1):
+        for trace, make in TRACES.items():
+            for policy in policies(trace):
+                found = known.get((trace, seed, policy.name))
+                if found is None:
+                    cluster = play(make(seconds, seed), policy.serve, policy.minimum)
+                    found = judge(cluster, policy.name, trace, seed)
+                    if record is not None:
+                        record.parent.mkdir(parents=True, exist_ok=True)
+                        with record.open("a") as lines:
+                            lines.write(json.dumps(asdict(found)) + "\n")
+                outcomes.append(found)
+    return outcomes
+
+
+# Two-sided 95 % points of Student's t by degrees of freedom.
+_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Over seeds, with the half-width of its 95 % interval (0 for a single seed)."""
+
+    value: float
+    half: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Mean:
+        count = len(values)
+        mean = sum(values) / count
+        if count == 1:
+            return cls(mean, 0.0)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+        return cls(mean, _T95.get(count - 1, 1.96) * deviation / math.sqrt(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A policy on a trace over all seeds; flaps and refusals are of one hour."""
+
+    policy: str
+    trace: str
+    slo: Mean
+    gpu_hours: Mean
+    flaps: Mean
+    busy: Mean
+    ttft_p95_s: Mean
+    reaction_s: Mean
+    overshoot: int
+    peak_replicas: int
+
+    @property
+    def ours(self) -> bool:
+        return not self.policy.startswith("Serve")
+
+    def beats(self, other: Summary) -> str:
+        """`all three`: more SLO, fewer GPU-hours, fewer flaps. `nowhere worse`: equal in some. Else empty."""
+        wins = (
+            self.slo.value - other.slo.value,
+            other.gpu_hours.value - self.gpu_hours.value,
+            other.flaps.value - self.flaps.value,
+        )
+        if min(wins) > 0:
+            return "all three"
+        return "nowhere worse" if min(wins) == 0 and max(wins) > 0 else ""
+
+
+def summaries(outcomes: list[Outcome]) -> list[Summary]:
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.trace, outcome.policy), []).append(outcome)
+    names = ("slo", "gpu_hours", "flaps", "busy", "ttft_p95_s", "reaction_s")
+    return [
+        Summary(
+            policy=policy,
+            trace=trace,
+            overshoot=max(run.overshoot for run in runs),
+            peak_replicas=max(run.peak_replicas for run in runs),
+            **{name: Mean.of([float(getattr(run, name)) for run in runs]) for name in names},
+        )
+        for (trace, policy), runs in sorted(groups.items(), key=lambda item: item[0][0])
     ]
+
+
+def table(found: list[Summary]) -> str:
+    lines = [
+        "| trace | policy | SLO met | GPU-hours | flaps | refused | TTFT p95 s | reaction s | overshoot | peak "
+        "| beaten by |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for s in found:
+        rivals = [o for o in found if o.trace == s.trace and o.ours and not s.ours]
+        beaten = [f"{o.policy} ({how})" for o in rivals if (how := o.beats(s))]
+        lines.append(
+            f"| {s.trace} | {s.policy} | {s.slo.value:.1%} ± {s.slo.half * 100:.1f} | "
+            f"{s.gpu_hours.value:.1f} ± {s.gpu_hours.half:.1f} | {s.flaps.value:.1f} | {s.busy.value:.1f} | "
+            f"{s.ttft_p95_s.value:.1f} | {s.reaction_s.value:.0f} | {s.overshoot} | {s.peak_replicas} | "
+            f"{'; '.join(beaten) or ('' if s.ours else 'none of ours')} |"
+        )
     slo = f"SLO: first token within {TTFT_SLO_S:g} s and {TPOT_SLO_S * 1e3:g} ms a token after it; a replica starts in"
-    return "\n".join(lines) + f"\n\n{slo} {START_S:g} s and has {GPUS} GPUs.\n"
+    notes = (
+        f"{slo} {START_S:g} s and has {GPUS} GPUs; at most {REPLICAS_MAX}. ±: 95 % interval over seeds. Flaps: an hour."
+    )
+    return "\n".join(lines) + f"\n\n{notes}\n"
+
+
+SHOWN = ("occupancy, at least 2", DEFAULT, "Serve 9, quick")
+
+
+def draw(found: list[Summary], folder: Path, seconds: float = 3_600.0) -> list[Path]:
+    """SLO against GPU-hours of every policy, and some runs of seed 1 over time."""
+    from cluster.simulate.plots import plot_front, plot_scaling
+
+    clusters = {
+        f"{trace}: {policy.name}": play(make(seconds, 1), policy.serve, policy.minimum)
+        for trace, make in TRACES.items()
+        for policy in policies(trace)
+        if policy.name in SHOWN
+    }
+    return [
+        plot_scaling(clusters, folder / "autoscalers.png"),
+        plot_front([s for s in found if s.trace == "long bursts"], folder / "autoscalers-front.png"),
+    ]
 
 
 def main(args: argparse.Namespace) -> int:
-    outcomes, clusters = compare(repeats=args.repeats)
-    print(json.dumps([asdict(outcome) for outcome in outcomes]) if args.json else table(outcomes))
+    found = summaries(compare(args.repeats, record=Path(args.record) if args.record else None))
+    print(json.dumps([asdict(each) for each in found]) if args.json else table(found))
     if args.markdown:
         Path(args.markdown).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.markdown).write_text(table(outcomes))
+        Path(args.markdown).write_text(table(found))
     if args.plot:
-        from cluster.simulate.plots import plot_scaling
-
-        print(plot_scaling(clusters, Path(args.plot) / "autoscalers.png"))
+        for path in draw(found, Path(args.plot)):
+            print(path, file=sys.stderr)
     return 0

@@ -4,7 +4,8 @@
 2. A request that ended as done showed its client every position once, in order, none missing.
 3. No client saw a position twice or with a gap, however its request ended.
 4. When all is quiet everything has been given back: tickets, waiting calls, queue, staging, KV blocks, engine jobs.
-5. The controller's conservation laws held at every audit; so did the allocators'.
+5. The controller's conservation laws held at every audit; so did the allocators', and those of the page ledger: free,
+   held and quarantined pages are all pages, no page has two owners, none that is held is free, no tag has two lives.
 6. Usage is counted once: the controllers' lives together counted no more ends than there were requests.
 7. No request failed while the cluster had what it needed: `failed` is a loss.
 """
@@ -89,6 +90,8 @@ def _leaks(cluster: ClusterSim, found: Verdicts) -> None:
             leaks.append(f"{replica.name} still works on {list(replica.jobs)}")
         if isinstance(replica, DecodeSim) and replica.free != replica.blocks_total:
             leaks.append(f"{replica.name} still holds {replica.blocks_total - replica.free} blocks")
+        if isinstance(replica, DecodeSim):
+            found.violations += replica.breaches()
     for record in machine.registry.replicas.values():
         if record.reserved or record.inflight_tokens:
             leaks.append(f"{record.id}: {record.reserved} blocks and {record.inflight_tokens} tokens stay reserved")

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=2000.0, help="scale: requests a second")
     parser.add_argument("--seconds", type=float, default=20.0, help="scale: simulated seconds that are measured")
     parser.add_argument("--repeats", type=int, default=3, help="autoscale: runs of every policy, with other arrivals")
+    parser.add_argument("--record", help="autoscale: JSON lines of single runs; those found there are not run again")
     parser.add_argument("--markdown", help="also write the result as a table to this file")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser

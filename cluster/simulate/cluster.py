@@ -57,6 +57,8 @@ class Platform:
             replica.node_of = self.cluster.node  # type: ignore[method-assign]
             replica.on_verdict = self.cluster.saw_verdict  # type: ignore[method-assign]
             replica.quantum = self.cluster.quantum
+            if shape.ledger:
+                replica.keep_pages()
         self.members[role].append(replica)
         self.cluster.replicas[name] = replica
         replica.start(self.cluster.controller)

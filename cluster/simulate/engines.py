@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from actors.engine.ledger import FreeAnswer, Ledger, tag_epoch
 from actors.nouns import (
     Announcement,
     Fingerprint,
@@ -526,8 +527,51 @@ class Stream:
     open: bool = True
 
 
+class PagePool:
+    """A decode engine's pages: the product's own ledger, and in the place of vLLM's block pool a free list and counts.
+
+    Page 0 is the null page, as in vLLM. Pages that were freed last are handed out last.
+    """
+
+    def __init__(self, num_pages: int, epoch: int) -> None:
+        self.refs = [0] * (num_pages + 1)
+        self.free = deque(range(1, num_pages + 1))
+        self.ledger = Ledger(num_pages + 1, epoch, self.refs.__getitem__)
+        self.held: dict[str, list[int]] = {}
+
+    def take(self, owner: str, count: int) -> None:
+        """`count` more pages at the end of the owner's table; the caller has seen that there are as many."""
+        pages = []
+        for _ in range(count):
+            page = self.free.popleft()
+            assert self.ledger.may_hand_out(page), f"page {page} is not to be handed out"
+            self.ledger.allocated(page)
+            self.refs[page] += 1
+            pages.append(page)
+        mine = self.held.setdefault(owner, [])
+        self.ledger.claim(owner, len(mine), pages)
+        mine += pages
+
+    def give_back(self, owner: str) -> None:
+        """Everything the owner has: an end, an abort or a preemption."""
+        self.ledger.release(owner)
+        for page in reversed(self.held.pop(owner, [])):
+            if self.ledger.free(page) is not FreeAnswer.REFUSE:
+                self.refs[page] -= 1
+                self.free.append(page)
+
+    def breaches(self, idle: bool) -> list[str]:
+        """The ledger's laws against the pool as it is, and every breach that it saw happen since the last call."""
+        laws = self.ledger.idle_breaches(self.free) if idle else self.ledger.breaches(self.free)
+        return laws + [str(breach) for breach in self.ledger.kept_breaches(forget=True)]
+
+
 class DecodeSim(ReplicaSim):
-    """Continuous batching over KV blocks, with waiting for blocks and preemption of the youngest."""
+    """Continuous batching over KV blocks, with waiting for blocks and preemption of the youngest.
+
+    With `pages` the blocks are real pages under the product's ledger; without, they are a number (large pools, where
+    only time is asked for).
+    """
 
     role = Role.DECODE
     quantum = 4  # steps a simulated event at most, once every request has its first token
@@ -539,6 +583,7 @@ class DecodeSim(ReplicaSim):
         self.running: list[Key] = []
         self.streams: dict[str, Stream] = {}
         self.free = self.blocks_total
+        self.pages: PagePool | None = None
         self.stepping = False
         self.preempted = 0
         self.recomputed_tokens = 0
@@ -556,9 +601,30 @@ class DecodeSim(ReplicaSim):
             waiting=len(self.waiting),
         )
 
+    def keep_pages(self) -> None:
+        """From now on every block is a page of the ledger."""
+        self.pages = PagePool(self.blocks_total, tag_epoch(self.name, self.life))
+
     def breaches(self) -> list[str]:
         held = sum(job.blocks for job in self.jobs.values())
-        return [] if held + self.free == self.blocks_total else [f"{self.name}: {held} held + {self.free} free"]
+        found = [] if held + self.free == self.blocks_total else [f"{held} held + {self.free} free"]
+        if self.pages is not None:
+            found += self.pages.breaches(idle=not self.jobs)
+            if len(self.pages.free) != self.free:
+                found.append(f"{len(self.pages.free)} pages are free, {self.free} blocks are counted")
+        return [f"{self.name}: {text}" for text in found]
+
+    def _take(self, key: Key, job: DecodeJob, blocks: int) -> None:
+        self.free -= blocks
+        job.blocks += blocks
+        if self.pages is not None:
+            self.pages.take(str(key), blocks)
+
+    def _give_back(self, key: Key, job: DecodeJob) -> None:
+        self.free += job.blocks
+        job.blocks = 0
+        if self.pages is not None:
+            self.pages.give_back(str(key))
 
     def die(self) -> None:
         super().die()
@@ -568,6 +634,8 @@ class DecodeSim(ReplicaSim):
         self.events = []
         self.waiting.clear()
         self.free = self.blocks_total
+        if self.pages is not None:
+            self.keep_pages()
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream.open = False
@@ -615,8 +683,7 @@ class DecodeSim(ReplicaSim):
     def _drop(self, key: Key) -> None:
         job = self.jobs.pop(key)
         job.aborted = True
-        self.free += job.blocks
-        job.blocks = 0
+        self._give_back(key, job)
         if key in self.waiting:
             self.waiting.remove(key)
         if key in self.running:
@@ -634,8 +701,7 @@ class DecodeSim(ReplicaSim):
             if need > self.free:
                 break
             self.waiting.popleft()
-            self.free -= need
-            job.blocks = need
+            self._take(key, job, need)
             if job.hand_over is not None:
                 self._open(key, job)
             else:
@@ -744,16 +810,15 @@ class DecodeSim(ReplicaSim):
             self._preempt(victim)
             if victim == key:
                 return False
-        self.free -= max(0, need)
-        job.blocks += max(0, need)
+        self._take(key, job, max(0, need))
         return True
 
     def _preempt(self, key: Key) -> None:
         job = self.jobs[key]
         self.preempted += 1
         self.running.remove(key)
-        self.free += job.blocks
-        job.blocks, job.ready = 0, False
+        self._give_back(key, job)
+        job.ready = False
         self.waiting.appendleft(key)
 
     def _send(self, frontend_id: str, batch: list[tuple[Key, int, int, bool]]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.simulate.world import SECOND
 
 if TYPE_CHECKING:
+    from cluster.simulate.autoscalers import Summary
     from cluster.simulate.cluster import ClusterSim
     from cluster.simulate.published import Point
 
@@ -78,6 +79,25 @@ def plot_scaling(clusters: Mapping[str, ClusterSim], path: Path) -> Path:
             _panels(axes[:, column], cluster, policy, f"C{number}")
         axes[0, column].set_title(trace)
         axes[1, column].legend(fontsize=7)
+    return _save(pyplot, figure, path)
+
+
+def plot_front(summaries: Iterable[Summary], path: Path) -> Path:
+    """SLO attainment against GPU-hours; the size of a mark says how often the policy flapped."""
+    pyplot, figure, axes = _figure(1, width=9.0, height=6.0)
+    axis = axes[0, 0]
+    for found in summaries:
+        colour, mark = ("C0", "o") if found.ours else ("C1", "s")
+        x, y = found.gpu_hours.value, 100 * found.slo.value
+        spread = {"xerr": found.gpu_hours.half, "yerr": 100 * found.slo.half}
+        axis.errorbar(x, y, **spread, fmt="none", ecolor=colour, alpha=0.3)
+        axis.scatter(x, y, s=30 + 8 * found.flaps.value, color=colour, marker=mark, alpha=0.7)
+        axis.annotate(
+            found.policy.removeprefix("Serve "), (x, y), fontsize=6, xytext=(4, 3), textcoords="offset points"
+        )
+    axis.set_xlabel("GPU-hours in an hour (lower is better)")
+    axis.set_ylabel("requests within the SLO, %")
+    axis.set_title("circles: occupancy; squares: Serve, by target and delays; larger: more flaps", fontsize=9)
     return _save(pyplot, figure, path)
 
 

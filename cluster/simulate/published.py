@@ -61,7 +61,14 @@ def measure(kv: str, offered: int, prompt_tokens: int = PROMPT_TOKENS, fp8_read:
             for _ in range(offered)
         ),
         spec=_spec(),
-        shape=Shape(nodes=1, frontends=1, decode_blocks=tokens // PAGE_TOKENS, max_seqs=1024, staging_bytes=1 << 24),
+        shape=Shape(
+            nodes=1,
+            frontends=1,
+            decode_blocks=tokens // PAGE_TOKENS,
+            max_seqs=1024,
+            staging_bytes=1 << 24,
+            ledger=False,
+        ),
         limit_s=6_000.0,
         settle_s=0.0,
     )

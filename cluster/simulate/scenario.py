@@ -39,6 +39,7 @@ class Shape:
     staging_bytes: int = 64 * 4096
     start_s: float = 1.5  # a new replica needs this long
     costs: str = "linear"
+    ledger: bool = True  # decode's blocks are pages under the real ledger; off for large pools
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ import pytest
 
 from actors.controller.machine import Machine
 from actors.controller.registry import Registry
+from actors.engine.ledger import Ledger, Released
 from actors.nouns import Verdict
 from actors.transfer.staging import Region, Staging
 from cluster.simulate import cli
 from cluster.simulate.checkers import check
 from cluster.simulate.cluster import ClusterSim
-from cluster.simulate.engines import DecodeSim
+from cluster.simulate.engines import DecodeSim, PagePool
 from cluster.simulate.faults import Fault, FaultKind, parse_kinds, plan
 from cluster.simulate.frontend import FrontendSim, Story
 from cluster.simulate.scenario import Scenario, random_scenario, without_faults
@@ -165,6 +166,49 @@ def test_blocks_that_do_not_come_back_are_seen(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(DecodeSim, "_stepped", lambda self, keys, steps: setattr(self, "stepping", False))
     scenario = replace(random_scenario(3, ()), limit_s=5.0, settle_s=5.0)
     assert any("still holds" in text for text in check(ClusterSim(scenario).run()).violations)
+
+
+def test_pages_run_under_the_real_ledger() -> None:
+    cluster = ClusterSim(random_scenario(7, ALL)).run()
+    pools = [r.pages for r in cluster.replicas.values() if isinstance(r, DecodeSim)]
+    assert check(cluster).clean and pools
+    lives = [pool.ledger.summary()["lives"] for pool in pools if pool is not None]
+    assert len(lives) == len(pools) and min(lives) > 0
+
+
+def test_a_page_that_is_freed_under_its_owner_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    give_back = PagePool.give_back
+
+    def careless(self: PagePool, owner: str) -> None:
+        others = [pages for name, pages in self.held.items() if name != owner and pages]
+        if others:
+            self.free.append(others[0][-1])
+        give_back(self, owner)
+
+    monkeypatch.setattr(PagePool, "give_back", careless)
+    found = violations(range(5), ALL, tmp_path)
+    assert any("is not to be handed out" in text or "is free with" in text for text in found)
+
+
+def test_a_page_with_two_owners_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    take = PagePool.take
+
+    def careless(self: PagePool, owner: str, count: int) -> None:
+        if count and (others := [pages for name, pages in self.held.items() if name != owner and pages]):
+            mine = self.held.setdefault(owner, [])
+            self.ledger.claim(owner, len(mine), others[0][:1])
+            mine.append(others[0][0])
+            count -= 1
+        take(self, owner, count)
+
+    monkeypatch.setattr(PagePool, "take", careless)
+    assert any(text.split(": ")[1] == "sharing" for text in violations(range(5), ALL, tmp_path))
+
+
+def test_claims_that_outlive_their_request_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Ledger, "release", lambda self, request_id: Released((), ()))
+    found = violations(range(5), ALL, tmp_path)
+    assert any("freed_while_held" in text or "still have claims" in text for text in found)
 
 
 def test_exceptions_inside_are_violations(monkeypatch: pytest.MonkeyPatch) -> None:
