@@ -62,6 +62,7 @@ class KVTransfer:
         self._controller_name = controller_name
         self._controller: Any = None
         self._events: list[TransferEvent] = []
+        self._standing: dict[Key, Sealed] = {}  # sealed, and the lease not released yet
         self._wake = asyncio.Event()
         self._room = asyncio.Condition()
         self._opening: dict[Key, list[Opened]] = {}
@@ -182,6 +183,7 @@ class KVTransfer:
         for key in keys:
             self.staging.release(key)
             self.seals.forget(key)
+            self._standing.pop(key, None)
             self._opening.pop(key, None)
         async with self._room:
             self._room.notify_all()
@@ -258,7 +260,8 @@ class KVTransfer:
                         offset=region.offset,
                         num_bytes=region.num_bytes,
                     )
-                    self._event(Sealed(seal=seal, lease=lease))
+                    self._standing[key] = Sealed(seal=seal, lease=lease)
+                    self._event(self._standing[key])
                 if message.last:
                     await self._writer_done(key, engine)
             case WriterDone():
@@ -335,8 +338,10 @@ class KVTransfer:
                 stale = await self._controller.transfer_report.remote(self.status(), events)
                 self._orphan_since = 0.0
             except (ValueError, ray.exceptions.RayError) as error:
-                # Nothing is lost: what could not be told is told again when the controller is back.
-                self._events = events + self._events
+                # Nothing is lost: what could not be told is told again when the controller is back. It may be a new
+                # life of it, so it is told of every seal that still waits for its reader.
+                untold = [*events, *self._events]
+                self._events = [*(seal for seal in self._standing.values() if seal not in untold), *untold]
                 self._controller = None
                 self._orphaned(error)
                 await asyncio.sleep(0.2)
@@ -363,6 +368,7 @@ class KVTransfer:
             expired = self.staging.expire(now_ns)
             for ticket_id, attempt in expired:
                 self.seals.forget((ticket_id, attempt))
+                self._standing.pop((ticket_id, attempt), None)
                 self._event(LeaseLost(ticket_id=ticket_id, attempt=attempt, reason="the staging lease ran out"))
             if expired:
                 async with self._room:

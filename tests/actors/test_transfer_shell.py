@@ -7,8 +7,9 @@ import uuid
 from collections.abc import AsyncIterator
 
 import pytest
+import ray
 
-from actors.nouns import Lease, Role
+from actors.nouns import Lease, Role, Sealed, StagingStatus, TransferEvent
 from actors.transfer.channel import Hello, PagesSealed, WorkerLink, WriterDone
 from actors.transfer.shell import KVTransfer
 from ops.rig.pair import LocalHandle, Notary
@@ -161,3 +162,42 @@ async def test_an_engine_finds_the_next_life_of_the_actor_by_itself() -> None:
         await until(lambda: second.transfer.staging.bytes_held == 0)
     finally:
         await second.transfer.close()
+
+
+class Restarting:
+    """A controller that fails one report, and remembers what it was told before and after."""
+
+    def __init__(self) -> None:
+        self.failing = False
+        self.told: list[list[object]] = []
+
+    async def transfer_report(self, status: StagingStatus, events: list[TransferEvent]) -> list[tuple[int, int]]:
+        if self.failing:
+            self.failing = False
+            self.told.clear()
+            raise ray.exceptions.ActorUnavailableError("it is starting again", None)
+        self.told.append(list(events))
+        return []
+
+
+async def test_a_controller_that_was_away_hears_again_of_every_seal_that_waits_for_its_reader(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Restarting()
+    rig.transfer._controller = LocalHandle(controller)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: LocalHandle(controller))
+    link = await rig.link("p#0")
+    rig.transfer.lease_ns = 60 * 10**9
+    for ticket_id in (1, 2, 3):
+        await rig.lease(ticket_id)
+        link.send(sealed(ticket_id, last=True))
+
+    def told() -> list[int]:
+        return [event.seal.ticket_id for report in controller.told for event in report if isinstance(event, Sealed)]
+
+    await until(lambda: sorted(told()) == [1, 2, 3])
+    await rig.transfer.release([(2, 1)])
+    controller.failing = True
+    await until(lambda: not controller.failing and len(controller.told) > 1)
+    assert sorted(told()) == [1, 3], "once each, and not the one whose bytes are given back"
+    link.close()
