@@ -129,8 +129,8 @@ def _read(
     source: Path, made: dict[str, Path], text: Text, place: Path, pieces: _Pieces
 ) -> Iterator[tuple[str, Engine, Comparison]]:
     passes = place / "passes"
-    for name, path in made.items():
-        for kv in KV_DTYPES:
+    for kv in KV_DTYPES:
+        for name, path in made.items():
             engine = Engine(path, kv)
             pieces.begin(f"{name}, KV {kv}")
             (comparison,) = compare(Engine(source), [engine], text, place, say=_say, keep=passes)
@@ -177,7 +177,8 @@ def draw(file: Path, rows: list[Row]) -> None:
     figure.savefig(file, dpi=110, metadata={"Software": None})
 
 
-def run(args: argparse.Namespace, place: Path) -> tuple[list[Row], Text]:
+def run(args: argparse.Namespace, place: Path, rows: list[Row]) -> Text:
+    """Appends to `rows` as they come. OutOfTime when some are left for another call."""
     pieces = _Pieces(args.minutes)
     whole = args.text.read_text(encoding="utf-8")
     halves = {"calibrate.txt": whole[: len(whole) // 2], "judge.txt": whole[len(whole) // 2 :]}
@@ -185,12 +186,11 @@ def run(args: argparse.Namespace, place: Path) -> tuple[list[Row], Text]:
         (place / name).write_text(half, encoding="utf-8")
     made = _checkpoints(args, place, place / "calibrate.txt", pieces)
     text = read_text(place / "judge.txt", args.source, args.tokens, args.window)
-    rows = []
     for name, engine, comparison in _read(args.source, made, text, place, pieces):
         kv = "BF16" if engine.kv_cache_dtype == "auto" else "FP8"
         sizes = (comparison.weights_loaded_bytes, comparison.kv_bytes_per_token)
         rows.append(Row(name, kv, open_checkpoint(engine.checkpoint).nbytes, *sizes, measure(comparison)))
-    return rows, text
+    return text
 
 
 def main(argv: list[str]) -> int:
@@ -198,10 +198,13 @@ def main(argv: list[str]) -> int:
     if args.minutes and args.keep is None:
         _say("pageferry compress --bench-quality: --minutes needs --keep DIR, or nothing would be left to go on from")
         return 2
+    rows: list[Row] = []
     try:
         with _workplace(args) as place:
-            rows, text = run(args, place)
+            text = run(args, place, rows)
     except OutOfTime as stop:
+        if rows:
+            print(table(rows))
         _say(f"pageferry compress --bench-quality: {stop}; the same command goes on from {args.keep}")
         return EXIT_UNFINISHED
     except (ValueError, FileNotFoundError) as error:
