@@ -166,7 +166,8 @@ def published_table(rows: list[Published]) -> Table:
 def check_table(rows: list[Row]) -> Table:
     table = Table(title="running service against plan", title_justify="left")
     for column in ("replica", "what", "planned", "real", "off", ""):
-        table.add_column(column, justify="left" if column in ("replica", "what") else "right")
+        name = column in ("replica", "what")
+        table.add_column(column, justify="left" if name else "right", no_wrap=not name)  # a cut number says nothing
     for row in rows:
         mark = "[green]ok[/]" if row.ok else f"[red]more than {row.tolerance:.0%}[/]"
         table.add_row(row.where, row.what, f"{row.planned:,.0f}", f"{row.real:,.0f}", f"{row.off:+.2%}", mark)
