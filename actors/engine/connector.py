@@ -26,6 +26,7 @@ from actors.engine.integrity_worker import TagCheck, forward_of, self_test
 from actors.engine.ledger import tag_epoch
 from actors.engine.metadata import FerryMetadata
 from actors.engine.scheduler_half import SchedulerHalf
+from actors.engine.seeds import SeedGuard
 from actors.engine.worker_half import WorkerHalf
 from actors.nouns import Role
 
@@ -59,6 +60,7 @@ class FerryConnector(KVConnectorBase_V1):
         self._checking = integrity.get("mode", "off") == "check"
         self.faults = Faults.of(config("faults", {}))
         self.runner: Any = None
+        self._seeds: SeedGuard | None = None
         if self._checking:
             _refuse_unchecked(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
@@ -150,6 +152,11 @@ class FerryConnector(KVConnectorBase_V1):
                 device=device,
             )
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        # vLLM calls it first of all in a step, before requests move within the batch.
+        if self._seeds is not None:
+            self._seeds.put_back(self.runner)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self.worker is not None
         attention = kwargs.get("attn_metadata") or forward_context.attn_metadata
@@ -158,7 +165,14 @@ class FerryConnector(KVConnectorBase_V1):
         assert isinstance(metadata, FerryMetadata)
         if self._checking:
             self.worker.check.step(metadata.integrity, forward_of(forward_context, self.runner, kwargs))
+        if self._seeds is not None:
+            self._seeds.set_aside(self.runner)
         self.worker.start_opening(metadata)
+
+    def take_runner(self, runner: Any) -> None:
+        """Worker side: vLLM's model runner, which connectors are not given."""
+        self.runner = runner
+        self._seeds = SeedGuard() if runner.device.type == "cpu" else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -303,7 +317,7 @@ class FerryWorkerExtension:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
-        connector.runner = self.model_runner  # type: ignore[attr-defined]
+        connector.take_runner(self.model_runner)  # type: ignore[attr-defined]
         half = connector.worker
         caches = half._caches
         model = self.model_runner.model  # type: ignore[attr-defined]

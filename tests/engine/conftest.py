@@ -23,7 +23,12 @@ def pair_spec(**overrides: Any) -> ClusterSpec:
         "model": {"path": MODEL, "name": "smol", "max_model_len": 2048},
         "pools": {
             "prefill": {**pool, "kv_dtype": "bfloat16", "max_num_batched_tokens": 256},
-            "decode": {**pool, "kv_dtype": "fp8_e4m3", "kv_scales": [0.5, 0.25]},
+            "decode": {
+                **pool,
+                "kv_dtype": "fp8_e4m3",
+                "kv_scales": [0.5, 0.25],
+                "max_num_batched_tokens": 512,
+            },
         },
         "transfer": {"staging_bytes_max": 64 << 20},
     }
