@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from contextvars import Context
 from typing import Any
 
 import ray
@@ -166,7 +167,9 @@ class _Pool:
         return self._named[key]
 
     async def _call(self, name: str, replica_id: ReplicaId, *args: Any) -> Any:
-        response = self._method(name, replica_id).remote(*args)
+        # Serve gives every call on behalf of one HTTP request that request's id, and its router keeps waiting calls by
+        # id: of two at once, to two replicas, one waits for ever. In an empty context each has an id of its own.
+        response = Context().run(self._method(name, replica_id).remote, *args)
         try:
             return await response
         except asyncio.CancelledError:

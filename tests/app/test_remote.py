@@ -1,0 +1,42 @@
+"""Calls to named replicas over Serve handles, as far as they go without Serve."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.serve.context import _get_serve_request_context, _RequestContext, _serve_request_context
+
+from app.remote import RemoteDecode
+
+
+class Handle:
+    """Notes on whose behalf Serve would think that a call is made."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, str]] = []
+
+    def options(self, *, method_name: str, session_id: str, stream: bool) -> Any:
+        calls = self.calls
+
+        class Method:
+            def remote(self, *args: Any) -> Any:
+                calls.append((method_name, session_id, _get_serve_request_context()._internal_request_id))
+                answer = asyncio.get_running_loop().create_future()
+                answer.set_result({"asked": session_id})
+                return answer
+
+        return Method()
+
+
+async def test_calls_of_one_http_request_have_ids_of_their_own() -> None:
+    """Serve's router keeps waiting calls by the id in the request context: two with one id would be mixed up."""
+    handle = Handle()
+    decode = RemoteDecode(handle, "f")
+    token = _serve_request_context.set(_RequestContext(_internal_request_id="of the HTTP request"))
+    try:
+        answers = await asyncio.gather(decode.audit("d1"), decode.audit("d2"))
+    finally:
+        _serve_request_context.reset(token)
+    assert answers == [{"asked": "d1"}, {"asked": "d2"}]
+    assert handle.calls == [("audit", "d1", ""), ("audit", "d2", "")], "an empty id makes Serve draw a fresh one"
