@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import sys
 import tempfile
@@ -137,6 +138,16 @@ def _read(
             yield name, engine, comparison
 
 
+def _windows(args: argparse.Namespace, place: Path, half: str) -> Text:
+    """The judging half as token ids; cutting megabytes of text takes as long as an engine's start, so it is kept."""
+    sha256 = hashlib.sha256(half.encode()).hexdigest()
+    file = place / f"windows-{sha256[:16]}-{args.tokens}-{args.window}.json"
+    if not file.exists():
+        text = read_text(place / "judge.txt", args.source, args.tokens, args.window)
+        file.write_text(json.dumps(text.windows))
+    return Text(tuple(tuple(window) for window in json.loads(file.read_text())), sha256)
+
+
 def _line(row: Row) -> str:
     def cell(interval: Interval, digits: int) -> str:
         return f"{interval.mean:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
@@ -185,7 +196,7 @@ def run(args: argparse.Namespace, place: Path, rows: list[Row]) -> Text:
     for name, half in halves.items():
         (place / name).write_text(half, encoding="utf-8")
     made = _checkpoints(args, place, place / "calibrate.txt", pieces)
-    text = read_text(place / "judge.txt", args.source, args.tokens, args.window)
+    text = _windows(args, place, halves["judge.txt"])
     for name, engine, comparison in _read(args.source, made, text, place, pieces):
         kv = "BF16" if engine.kv_cache_dtype == "auto" else "FP8"
         sizes = (comparison.weights_loaded_bytes, comparison.kv_bytes_per_token)

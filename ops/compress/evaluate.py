@@ -100,6 +100,8 @@ def compare(
         if other.tokenizer_sha256 != first.tokenizer_sha256:
             raise ValueError(f"{candidate.checkpoint} and {reference.checkpoint} have different tokenizer files")
     needed = sum(len(window) for window in text.windows) * int(first.text_config["vocab_size"]) * 4
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(keep or scratch).free
     if needed > free and not (keep and any(keep.glob("*.f32"))):
         raise ValueError(
@@ -120,7 +122,6 @@ def compare(
 @contextlib.contextmanager
 def _folder(scratch: Path, keep: Path | None) -> Iterator[Path]:
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
         yield keep
         return
     with tempfile.TemporaryDirectory(prefix=".evaluating-", dir=scratch) as folder:
