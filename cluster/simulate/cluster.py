@@ -30,7 +30,8 @@ class Platform:
         pools = cluster.spec.pools
         self.targets = {Role.PREFILL: pools.prefill.replicas, Role.DECODE: pools.decode.replicas}
         self.members: dict[Role, list[ReplicaSim]] = {Role.PREFILL: [], Role.DECODE: []}
-        self.coming = {Role.PREFILL: 0, Role.DECODE: 0}
+        self.coming: dict[Role, list[int]] = {Role.PREFILL: [], Role.DECODE: []}  # orders on their way, oldest first
+        self._orders = 0
         self.leaving: list[tuple[ReplicaSim, int]] = []
         self.refusing = False
         self.replica_ns = {Role.PREFILL: 0, Role.DECODE: 0}  # paid for: from the order on, until it is gone
@@ -80,18 +81,23 @@ class Platform:
         now_ns = self.cluster.world.now_ns
         start_ns = int(self.cluster.scenario.shape.start_s * SECOND)
         for role, members in self.members.items():
-            self.replica_ns[role] += (len(members) + self.coming[role]) * (now_ns - self._last_ns)
+            self.replica_ns[role] += (len(members) + len(self.coming[role])) * (now_ns - self._last_ns)
             for replica in [member for member in members if not member.alive]:
                 members.remove(replica)
                 del self.cluster.replicas[replica.name]
                 self.leaving = [(r, since) for r, since in self.leaving if r is not replica]
             staying = [member for member in members if not member.leaving]
-            missing = self.targets[role] - len(staying) - self.coming[role]
+            coming = self.coming[role]
+            missing = self.targets[role] - len(staying) - len(coming)
             for _ in range(missing):
-                self.coming[role] += 1
-                self.cluster.world.at(start_ns, self._arrive, role)
-            for _ in range(min(-missing, len(staying))):
-                self._drain(staying.pop())
+                self._orders += 1
+                coming.append(self._orders)
+                self.cluster.world.at(start_ns, self._arrive, role, self._orders)
+            for _ in range(-missing):  # what has not started yet goes first, as with Serve
+                if coming:
+                    coming.pop()
+                elif staying:
+                    self._drain(staying.pop())
         self._last_ns = now_ns
         for replica, since_ns in list(self.leaving):
             late = now_ns - since_ns > self.STOP_AFTER_NS
@@ -101,9 +107,9 @@ class Platform:
                 self.cluster.world.at(10 * MS, replica.die)
         self.cluster.world.at(LOOK_NS, self._look)
 
-    def _arrive(self, role: Role) -> None:
-        self.coming[role] -= 1
-        if len([m for m in self.members[role] if m.alive and not m.leaving]) < self.targets[role]:
+    def _arrive(self, role: Role, order: int) -> None:
+        if order in self.coming[role]:
+            self.coming[role].remove(order)
             self._start(role)
 
     def _drain(self, replica: ReplicaSim) -> None:

@@ -95,6 +95,7 @@ def plot_front(summaries: Iterable[Summary], path: Path) -> Path:
         axis.annotate(
             found.policy.removeprefix("Serve "), (x, y), fontsize=6, xytext=(4, 3), textcoords="offset points"
         )
+    axis.set_ylim(top=102)
     axis.set_xlabel("GPU-hours in an hour (lower is better)")
     axis.set_ylabel("requests within the SLO, %")
     axis.set_title("circles: occupancy; squares: Serve, by target and delays; larger: more flaps", fontsize=9)
