@@ -78,6 +78,23 @@ def test_a_pool_wakes_from_zero_and_sleeps_again() -> None:
     assert cluster.platform.targets[Role.DECODE] == 0
 
 
+def test_a_pool_that_shrinks_gives_up_orders_before_replicas() -> None:
+    base = random_scenario(1, ())
+    shape = replace(base.shape, start_s=10.0)
+    spec: dict[str, Any] = json.loads(json.dumps(base.spec))
+    spec["pools"]["decode"] = {"replicas": 1, "min_replicas": 1, "max_replicas": 3}
+    spec["scaling"] = {"mode": "off"}
+    cluster = ClusterSim(replace(base, spec=spec, shape=shape, settle_s=20.0), sample_ns=SECOND)
+    targets = cluster.platform.targets
+    cluster.world.at(2 * SECOND, targets.__setitem__, Role.DECODE, 3)
+    cluster.world.at(4 * SECOND, targets.__setitem__, Role.DECODE, 2)
+    cluster.world.at(6 * SECOND, targets.__setitem__, Role.DECODE, 1)
+    found = cluster.run()
+    assert check(found).clean
+    assert {sample.decode_replicas for sample in found.findings.samples} == {1}
+    assert found.platform.coming[Role.DECODE] == []
+
+
 def test_the_published_pools_admit_what_was_published_and_no_more() -> None:
     bf16, fp8 = published.measure("bf16", 40), published.measure("fp8", 80)
     assert (bf16.admitted, bf16.queued) == (32, 8), "the 33rd request waits"
