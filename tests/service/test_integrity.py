@@ -1,0 +1,284 @@
+"""Wrong pages planted into a running service with the check on and policy `retry`: what clients see, and what is left.
+
+A service of its own (two decode replicas, no prefill), started as a person starts it. A request that can be continued
+exactly is run again elsewhere; one that cannot (random sampling with a penalty and no seed) ends with the error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import fetch, free_port
+
+from app.cli import main
+from app.client import Client, PageIntegrityError
+from app.processes import MARK
+
+KIND = "table_free_page"
+SETTINGS = {
+    "pools.prefill.replicas": 0,
+    "pools.decode.replicas": 2,
+    "pools.decode.engine_args.num_gpu_blocks_override": 320,
+    "model.max_model_len": 2048,
+    "integrity.mode": "check",
+    "integrity.policy": "retry",
+    "faults.kinds": f"[{KIND}]",
+    "faults.seed": 5,
+}
+# Continued with confidence, so that the tokens do not depend on what else is in the batch.
+COMPASS = "north east south west " * 12
+SEASONS = "spring summer autumn winter " * 12
+GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+# Neither resumed nor replayed: what the engine remembers of its own random output is in the engine alone.
+UNIQUE = {"temperature": 1.0, "presence_penalty": 0.5, "ignore_eos": True}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass
+class Running:
+    url: str
+    folder: Path  # Ray's
+
+    def plant(self, victim: str, timeout_s: float = 20.0) -> dict[str, Any]:
+        """As soon as the victim has a page that is read; fails when that does not come."""
+        until = time.monotonic() + timeout_s
+        while True:
+            status, done = post(f"{self.url}/faults", {"kind": KIND, "victim": victim})
+            if status == 200 and done["fired"]:
+                return done
+            assert status in (200, 404) and time.monotonic() < until, (status, done)
+            time.sleep(0.05)
+
+    def metric(self, name: str) -> dict[str, float]:
+        """By labels, from every exporter, as Prometheus would read them."""
+        found: dict[str, float] = {}
+        for line in self.exported():
+            if match := re.fullmatch(rf"ray_{name}(\{{.*\}})? ([0-9.e+-]+)", line):
+                found[match[1] or ""] = float(match[2])
+        return found
+
+    def exported(self) -> list[str]:
+        """Our lines of every exporter that Ray names to Prometheus."""
+        targets = json.loads((self.folder / "prom_metrics_service_discovery.json").read_text())
+        lines: list[str] = []
+        for address in {target for group in targets for target in group["targets"]}:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+                lines += [x for x in answer.read().decode().splitlines() if x.startswith("ray_pageferry_")]
+        return lines
+
+
+def post(url: str, body: dict[str, Any], name: str = "") -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json", "X-Request-Id": name}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    port = free_port()
+    command = [sys.executable, "-m", "app.cli", "serve", "local-cpu", "--port", str(port)]
+    command += [f"{key}={value}" for key, value in SETTINGS.items()] + ["--dashboard-port", str(free_port())]
+    environ = {name: value for name, value in os.environ.items() if name != MARK and not name.startswith("RAY_")}
+    environ["RAY_metrics_report_interval_ms"] = "3000"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            assert process.stdout is not None
+            shown = ""
+            while "Ctrl-C ends it" not in shown:
+                line = process.stdout.readline()
+                assert line, f"it ended with status {process.wait()}:\n{shown}"
+                shown += line
+            yield Running(f"http://127.0.0.1:{port}", folder_of(process.pid))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.communicate(timeout=60)
+            finally:
+                process.kill()
+
+
+def folder_of(pid: int) -> Path:
+    """Where the Ray that this process has started keeps its files, from the command lines of its children."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdigit() or f"\nPPid:\t{pid}\n" not in (entry / "status").read_text():
+                continue
+            if found := re.search(r"/tmp/pf-\w+", (entry / "cmdline").read_text()):
+                return Path(found[0])
+        except OSError:
+            continue
+    raise AssertionError(f"process {pid} has started no Ray")
+
+
+def settled(running: Running) -> dict[str, Any]:
+    """Once nothing runs: every law holds, and no page is held by anybody. Returns the audit."""
+    until = time.monotonic() + 15
+    while True:
+        status = fetch(running.url, "/status?audit=1")
+        replicas = status["pools"]["decode"]["replicas"]
+        audit: dict[str, Any] = status["audit"]
+        left = [*audit["breaches"], *(f"silent: {name}: {why}" for name, why in audit["silent"].items())]
+        left += [f"{r['replica_id']} holds {r['blocks_held']} blocks" for r in replicas if r["blocks_held"]]
+        left += [
+            f"{name}: {r['page_owners_known']} owners" for name, r in audit["replicas"].items() if r["pages_known"]
+        ]
+        if status["tickets"]["in_flight"] == 0 and not left:
+            break
+        assert time.monotonic() < until, (status["tickets"], left)
+        time.sleep(0.2)
+    for each in replicas:
+        assert each["blocks_free"] + each["blocks_held"] + each["blocks_quarantined"] == each["blocks_total"]
+    return audit
+
+
+class Neighbour(threading.Thread):
+    """Decodes while others are hit; `ids` must be what it would have been alone."""
+
+    def __init__(self, running: Running, max_tokens: int) -> None:
+        super().__init__()
+        self.url, self.max_tokens = running.url, max_tokens
+        self.ids: list[int] = []
+
+    def run(self) -> None:
+        with Client(self.url, model="smollm2") as client:
+            answer = client.complete(SEASONS, max_tokens=self.max_tokens, **GREEDY)
+        self.ids = answer.raw["choices"][0]["token_ids"]
+
+
+def alone(running: Running, prompt: str, max_tokens: int) -> list[int]:
+    with Client(running.url, model="smollm2") as client:
+        ids: list[int] = client.complete(prompt, max_tokens=max_tokens, **GREEDY).raw["choices"][0]["token_ids"]
+    return ids
+
+
+def test_a_request_that_can_is_run_again_elsewhere_and_nobody_notices(running: Running) -> None:
+    right, neighbours = alone(running, COMPASS, 150), alone(running, SEASONS, 200)
+    settled(running)
+    neighbour = Neighbour(running, 200)
+    ids: list[int] = []
+    finish, planted = None, 0
+    with (
+        Client(running.url, model="smollm2") as client,
+        client.stream_complete(COMPASS, max_tokens=150, stream_options={"include_usage": True}, **GREEDY) as stream,
+    ):
+        for delta in stream:
+            if delta.index >= 0:
+                ids += delta.raw["choices"][0].get("token_ids") or []
+                finish = delta.finish_reason or finish
+            if len(ids) >= 10 and not neighbour.ident:
+                neighbour.start()
+                wait_for_owners(running, 2)  # the controller knows the pages of both
+                planted = len(ids)
+                assert running.plant(delta.raw["id"])["fired"]
+            usage = delta.usage
+    neighbour.join(60)
+    # The tokens so far are computed again as a prompt, which rounds differently: the text may fork there, not before.
+    assert planted >= 10 and ids[:planted] == right[:planted]
+    assert len(ids) == len(right) == 150 and finish == "length"
+    assert usage is not None and usage.completion_tokens == 150, "counted once"
+    assert neighbour.ids[:80] == neighbours[:80] and len(neighbour.ids) == 200
+    audit = settled(running)
+    [mismatch] = audit["tag_mismatches"]
+    counters = fetch(running.url, "/status")["counters"]
+    assert counters["tag_mismatch_events"] == 1 and counters["page_integrity_retries"] == 1
+    first = audit["engines"][mismatch["replica_id"]]
+    [verdict] = first["integrity"]["verdicts"]
+    # The registry heard of the page by another road, and says the same.
+    assert mismatch["page_known"] == verdict["page_expected"]
+    others = [engine for name, engine in audit["engines"].items() if name != mismatch["replica_id"]]
+    assert [engine["scheduler"]["counters"]["integrity_requests_ended"] for engine in others] == [0]
+    assert first["scheduler"]["blocks_quarantined"] == 1
+
+
+def wait_for_owners(running: Running, count: int) -> None:
+    until = time.monotonic() + 10
+    while sum(r["page_owners_known"] for r in fetch(running.url, "/status/audit")["replicas"].values()) < count:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_request_that_cannot_ends_with_the_error_and_its_neighbour_goes_on(running: Running) -> None:
+    neighbours = alone(running, SEASONS, 80)
+    neighbour = Neighbour(running, 80)
+    neighbour.start()
+    answers: list[tuple[int, Any]] = []
+    body = {"model": "smollm2", "prompt": COMPASS, "max_tokens": 400, **UNIQUE}
+    asking = threading.Thread(target=lambda: answers.append(post(f"{running.url}/v1/completions", body, "victim-1")))
+    asking.start()
+    # A page that is read although no token is out yet could be had again: wait until there is one.
+    wait_for_tokens(running, 2)
+    running.plant("victim-1")
+    asking.join(60)
+    [(status, answer)] = answers
+    assert (status, answer["error"]["type"], answer["error"]["code"]) == (500, "page_integrity_error", 500)
+    assert "cmpl-victim-1" in answer["error"]["message"] and "send it again" in answer["error"]["message"]
+    texts = []
+    with (
+        Client(running.url, model="smollm2") as client,
+        client.stream_chat(COMPASS, max_tokens=400, **UNIQUE) as stream,
+        pytest.raises(PageIntegrityError) as caught,
+    ):
+        for delta in stream:
+            texts.append(delta.text)
+            if len(texts) == 5:
+                running.plant(delta.raw["id"])
+    assert caught.value.status == 500 and len(texts) >= 5
+    neighbour.join(60)
+    assert neighbour.ids == neighbours
+    settled(running)
+
+
+def wait_for_tokens(running: Running, running_requests: int) -> None:
+    until = time.monotonic() + 20
+    while sum(r["running"] for r in fetch(running.url, "/status")["pools"]["decode"]["replicas"]) < running_requests:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(1.0)
+
+
+def test_status_audit_shows_laws_and_histories(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    settled(running)
+    assert main(["status", "--url", running.url, "--audit"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[3:6] for line in shown.splitlines() if line.split()[:1] == ["decode"]]
+    assert "all laws hold" in shown and rows == [["check", "ok", "ok"]] * 2
+    assert shown.count("tag mismatch: ") == 3 and " in the place of page " in shown and "    step " in shown
+    assert main(["status", "--url", running.url, "--audit", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["clean"] and len(found["tag_mismatches"]) == 3 and len(found["engines"]) == 2
+    assert all(engine["integrity"]["laws_broken"] == [] for engine in found["engines"].values())
+
+
+def test_what_alerts_need_is_exported(running: Running) -> None:
+    """The names that the README gives for alerts, read as Prometheus reads them."""
+    until = time.monotonic() + 30
+    while not running.metric("pageferry_page_integrity_errors_total") and time.monotonic() < until:
+        time.sleep(0.5)
+    assert sum(running.metric("pageferry_page_integrity_retries_total").values()) == 1, running.exported()
+    assert sum(running.metric("pageferry_page_integrity_errors_total").values()) == 2
+    assert sum(running.metric("pageferry_tag_mismatches_total").values()) == 3
+    assert sum(running.metric("pageferry_engine_integrity_requests_ended_total").values()) == 3
+    for name in ("steps", "checks", "rows_checked", "pages_checked", "pages_doubted"):
+        assert sum(running.metric(f"pageferry_engine_integrity_{name}_total").values()) > 0, name
+    unproven = running.metric("pageferry_engine_integrity_unproven_s")
+    assert len(unproven) == 2 and all(value < 10 for value in unproven.values())
+    shares = running.metric("pageferry_engine_integrity_quarantined_share")
+    assert len(shares) == 2 and 0 < sum(shares.values()) < 0.1
