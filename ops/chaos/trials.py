@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.engine.faults import KINDS
 from actors.nouns import Verdict
 from ops.chaos.harness import MAX_TOKENS, Harness, Watched
 
 ATTEMPTS = 5
+SCENE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -37,11 +40,15 @@ class Trial:
     notes: list[str] = field(default_factory=list)
 
 
+class EngineDied(Exception):
+    """The engine, or the whole scene, stands still: the trial counts, and the next one needs another engine."""
+
+
 class NotPlaced(Exception):
     """The fault found nothing to spoil: the victim had ended, or has no such page."""
 
 
-Scene = Callable[[Harness, Trial, random.Random], Awaitable[None]]
+Scene = Callable[[Harness, Trial, random.Random], Coroutine[Any, Any, None]]
 
 
 def _pick(harness: Harness, rng: random.Random, count: int) -> list[Any]:
@@ -285,7 +292,11 @@ async def run_trial(harness: Harness, kind: str, number: int) -> Trial:
         rng = random.Random(f"{harness.seed}/{kind}/{number}/{attempt}/scene")
         await harness.audit()  # what earlier trials left there is theirs
         try:
-            await asyncio.wait_for(SCENES[kind](harness, trial, rng), 60)
+            await _while_alive(harness, SCENES[kind](harness, trial, rng))
+        except EngineDied as error:
+            trial.notes.append(str(error))
+            trial.seconds = time.perf_counter() - started
+            return trial
         except NotPlaced as error:
             trial.notes.append(str(error))
             await _clean(harness, trial)
@@ -296,6 +307,24 @@ async def run_trial(harness: Harness, kind: str, number: int) -> Trial:
         break
     trial.seconds = time.perf_counter() - started
     return trial
+
+
+async def _while_alive(harness: Harness, scene: Coroutine[Any, Any, None]) -> None:
+    """Raises `EngineDied` when the engine ends before the scene does (what some faults do to it without the check)."""
+    task, until = asyncio.ensure_future(scene), time.monotonic() + SCENE_S
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=0.2)
+            if harness.pair.decode._failure and not task.done():
+                raise EngineDied(harness.pair.decode._failure)
+            if time.monotonic() > until:
+                raise EngineDied(f"the scene is not over after {SCENE_S:g} s")
+        try:
+            task.result()
+        except EngineDeadError as error:
+            raise EngineDied(f"the engine died: {error}") from error
+    finally:
+        task.cancel()
 
 
 async def _clean(harness: Harness, trial: Trial) -> None:
