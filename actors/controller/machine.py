@@ -96,6 +96,7 @@ class Machine:
         self.epoch = epoch
         self.started_ns = now_ns
         self._ticked_ns = now_ns
+        self._away_ns = 0  # of the time for rebuilding
         self.registry = Registry()
         self.forecast = Forecast()
         self.chooser = Chooser(spec.admission, self.forecast, self.registry.replicas)
@@ -145,13 +146,16 @@ class Machine:
 
     def step(self, event: Event, now_ns: int) -> list[Effect]:
         self._out = []
+        # Before anything that is in the mail is judged by the clock.
+        if now_ns - self._ticked_ns >= self._stale_ns // 2:
+            self._forgive_own_pause(now_ns)
         self._handlers[type(event)](event, now_ns)
         return self._out
 
     @property
     def rebuilding_until_ns(self) -> int:
         """Until then, work of an older epoch that this life does not know may still be claimed."""
-        return self.started_ns + self._fence_ns
+        return self.started_ns + self._fence_ns + self._away_ns
 
     def _reply(self, call_id: CallId, value: Any) -> None:
         self._out.append(Reply(call_id, value))
@@ -821,7 +825,7 @@ class Machine:
     # -- time
 
     def _tick(self, event: Tick, now_ns: int) -> None:
-        self._forgive_own_pause(now_ns)
+        self._ticked_ns = now_ns
         for replica in list(self.registry.replicas.values()):
             self._watch(replica, now_ns)
         for node in self.registry.nodes.values():
@@ -850,8 +854,8 @@ class Machine:
     def _forgive_own_pause(self, now_ns: int) -> None:
         """When this process was away, nobody else was silent: what they said meanwhile is still in the mail."""
         gap_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
-        if gap_ns < self._stale_ns // 2:
-            return
+        if now_ns - gap_ns < self.rebuilding_until_ns:
+            self._away_ns += gap_ns
         for replica in self.registry.replicas.values():
             replica.heard_ns = min(now_ns, replica.heard_ns + gap_ns)
         for node in self.registry.nodes.values():

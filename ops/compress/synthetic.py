@@ -19,7 +19,8 @@ from ops.compress.workfolder import as_json, write_durably
 
 BLOCK = 128
 POOL_WEIGHTS = 1 << 22
-PRECISE = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "eh_proj", "shared_head")  # never FP8 in such checkpoints
+# Never FP8 in such checkpoints.
+PRECISE = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "eh_proj", "shared_head")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from cluster.simulate.scenario import Scenario, random_scenario, without_faults
 from cluster.simulate.world import SECOND
 
 ALL = tuple(FaultKind)
+SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.json"))
+assert SCENARIOS
 
 
 def test_two_hundred_seeds_with_all_faults_hold_every_law(tmp_path: Path) -> None:
@@ -53,6 +55,12 @@ def test_a_seed_always_does_the_same() -> None:
 
     assert story(5) == story(5)
     assert story(5) != story(6)
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_what_once_broke_a_law(path: Path) -> None:
+    """Seeds that failed, as files; each is named for what happened in it."""
+    assert cli.main(["--scenario", str(path), "--json"]) == 0
 
 
 def test_a_scenario_file_does_the_same_as_its_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
