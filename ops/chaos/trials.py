@@ -207,7 +207,11 @@ async def road(harness: Harness, trial: Trial, rng: random.Random) -> None:
     late, duplicates = seals.late, seals.duplicates
     deadline_s = harness.pair.spec.transfer.hand_over_s
 
+    key = (0, 0)
+
     async def arm(ticket: Any) -> None:
+        nonlocal key
+        key = (ticket.ticket_id, ticket.attempt)
         delay_s = deadline_s + rng.uniform(0.05, 0.3)
         await harness.worker_fault(trial.kind, trial.number, ticket.ticket_id, delay_s)
 
@@ -227,6 +231,8 @@ async def road(harness: Harness, trial: Trial, rng: random.Random) -> None:
             if seals.late > late:
                 break
             await asyncio.sleep(0.02)
+        if seals.late == late and key in harness.pair.notary.unawaited:
+            raise NotPlaced("the proof came between the deadline and the release of its ticket")
         trial.detected, trial.by = over is None and seals.late > late, "deadline: missing; then absorbed as late"
     else:
         trial.detected, trial.by = over is None, "deadline: missing"

@@ -66,6 +66,7 @@ class Notary:
         self.sealed: dict[tuple[int, int], asyncio.Future[Sealed]] = {}
         self.opened: dict[tuple[int, int], Opened] = {}
         self.lost: dict[tuple[int, int], str] = {}
+        self.unawaited: set[tuple[int, int]] = set()  # proofs that came when nobody waited any more
         self.joined: dict[str, Announcement] = {}
         self.heartbeats: dict[str, Heartbeat] = {}
         self.staging: StagingStatus | None = None
@@ -87,7 +88,9 @@ class Notary:
             match event:
                 case Sealed():
                     future = self.seal_of((event.seal.ticket_id, event.seal.attempt))
-                    if not future.done():
+                    if future.done():
+                        self.unawaited.add((event.seal.ticket_id, event.seal.attempt))
+                    else:
                         future.set_result(event)
                 case OpenedAt():
                     self.opened[(event.opened.ticket_id, event.opened.attempt)] = event.opened
