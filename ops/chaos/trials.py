@@ -114,8 +114,13 @@ async def taken(harness: Harness, trial: Trial, rng: random.Random) -> None:
     taker = await harness.start_request(newcomer, salt=harness.salt())
     victim.at_end = victim_ended
     await asyncio.gather(*(w.ended() for w in (victim, neighbour, taker)))
-    if victim.finish_reason == "length" and not any(in_time):
-        raise NotPlaced("nobody had taken the page when the victim's last step ran")
+    if victim.finish_reason == "length":
+        # When something else made the ledger look at the page first, it was never handed out.
+        await _breach(harness, trial)
+        if not (trial.detected or any(in_time)):
+            raise NotPlaced("nobody had taken the page when the victim's last step ran")
+        _watch(trial, victim, [neighbour, taker], victim_ends=False)
+        return
     trial.tokens_after_fault = len(victim.token_ids) - at
     await _verdict(harness, trial, victim)
     _watch(trial, victim, [neighbour, taker], victim_ends=True)

@@ -38,14 +38,7 @@ async def harness() -> AsyncIterator[Harness]:
         await made.close()
 
 
-# One open finding: in seed 1 of this kind the victim's last token differs from its undisturbed answer. Whether that is
-# a near tie in a changed batch or a page read too late is not settled; until it is, the kind counts as not proven.
-OPEN = {"shared_page_freed_early": "seed 1: the last of 18 tokens differs; a near tie or an escape, not settled"}
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.xfail(reason=OPEN[k], strict=False)) if k in OPEN else k for k in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_every_fault_is_harmless(harness: Harness, kind: str) -> None:
     trials = [await run_trial(harness, kind, number) for number in range(TRIALS)]
     row = summary(kind, trials, failed=0)
@@ -53,7 +46,10 @@ async def test_every_fault_is_harmless(harness: Harness, kind: str) -> None:
     by = {"tags": "tag check", "lives": "page lives", "seals": "seal verdict", "ledger": "ledger law"}.get(
         KINDS[kind].guard, ""
     )
-    assert all(name.startswith(by) for name in row["by"])
+    if kind == "page_freed_and_taken":  # or the ledger saw the page before it was handed out
+        assert all(name.startswith((by, "ledger law")) for name in row["by"])
+    else:
+        assert all(name.startswith(by) for name in row["by"])
 
 
 async def test_without_a_fault_there_is_no_alarm(harness: Harness) -> None:
