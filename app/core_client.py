@@ -134,7 +134,7 @@ class FerryCoreClient:
             prefix_hashes=forms.prefix_hashes(prompt, self.block_tokens, request.cache_salt),
             session=request.session_id or caller.session,
             tenant=caller.tenant,
-            priority=request.priority,
+            priority=-request.priority,  # vLLM's API: lower comes earlier
             tokenizer=self.tokenizer,
         )
 

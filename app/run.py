@@ -111,6 +111,8 @@ class Run:
             self.decode_lost(ticket.decode, "the request goes on elsewhere")
 
     def decode_lost(self, replica_id: ReplicaId, reason: str) -> None:
+        if self._link is not None and self._link.replica_id == replica_id:
+            self._unregister()  # a token that leaves after it was counted here would be computed twice
         self.tell(DecodeLost(replica_id, reason, len(self.tokens)))
 
     def accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:

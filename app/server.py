@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -130,12 +131,15 @@ def _routes(
 def _add_faults(routes: FastAPI, fault: Fault) -> None:
     @routes.post("/faults")
     async def post_fault(request: Request) -> JSONResponse:
-        body = await request.json()
         try:
-            done = await fault(body["kind"], body["victim"], int(body.get("trial", 0)), float(body.get("more", 0)))
+            body = await request.json()
+            more = float(body.get("more", 0))
+            if not math.isfinite(more):
+                raise ValueError(f"more {more} is no number of positions or seconds")
+            done = await fault(body["kind"], body["victim"], int(body.get("trial", 0)), more)
         except NoVictim as error:
             return error_response(404, str(error), "Not Found")
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             return error_response(400, f"{type(error).__name__}: {error}", "BadRequestError")
         return JSONResponse(done)
 

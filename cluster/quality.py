@@ -123,9 +123,10 @@ def read_verdict(checkpoint: Path) -> Verdict:
             tuple(Bucket(b["first"], b["last"], _measures(b["measures"])) for b in raw["by_position"]),
             raw["kv_cache_dtype"], raw["reference"], raw["text_sha256"], raw["bounds"], tuple(raw["unmet"]),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+        same = verdict.state is State.UNJUDGED or raw["checkpoint_sha256"] == content_sha256(checkpoint)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error!r}); run `pageferry compress --evaluate` again") from error
-    if verdict.state is not State.UNJUDGED and raw["checkpoint_sha256"] != content_sha256(checkpoint):
+    if not same:
         return Verdict(State.UNJUDGED, f"{file} speaks of other bytes: the checkpoint was changed after it was judged")
     return verdict
 

@@ -24,7 +24,7 @@ class SpecError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSpec(_Section):
@@ -164,9 +164,9 @@ class AdmissionSpec(_Section):
     local_prefill_max_tokens: int = Field(
         default=0, ge=0, description="prompts up to this length are computed by decode itself"
     )
-    stale_after_s: float = Field(default=5.0, gt=0, description="a replica silent for this long counts as full")
+    stale_after_s: float = Field(default=5.0, ge=1, description="a replica silent for this long counts as full")
     fence_after_s: float = Field(
-        default=15.0, gt=0, description="a replica silent for this long is fenced and replaced"
+        default=15.0, ge=2, description="a replica silent for this long is fenced and replaced"
     )
 
 

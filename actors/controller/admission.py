@@ -9,16 +9,19 @@ full.
 from __future__ import annotations
 
 import heapq
+import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 
 from actors.controller.affinity import HashRing, LoadIndex, PrefixIndex
 from actors.controller.forecast import SECOND, Forecast, blocks_for, outlook
 from actors.controller.registry import Replica
-from actors.nouns import AdmitRequest, ReplicaId, Role, TicketId
+from actors.nouns import AdmitRequest, Announcement, ReplicaId, Role, TicketId
 from cluster.spec import AdmissionSpec
+from kernels.layout import PageLayout
 
 CANDIDATES = 3  # least loaded replicas that are looked at closely
 SESSION_SLACK = 0.25  # a session's own replica may be this much fuller (share of its blocks) than the best one
@@ -103,14 +106,22 @@ class _Seat:
 class Chooser:
     """Keeps the indexes in step with the replicas and picks from them."""
 
-    def __init__(self, spec: AdmissionSpec, forecast: Forecast, replicas: Mapping[ReplicaId, Replica]) -> None:
+    def __init__(
+        self,
+        spec: AdmissionSpec,
+        forecast: Forecast,
+        replicas: Mapping[ReplicaId, Replica],
+        staging_bytes_max: int,
+    ) -> None:
         self._spec = spec
+        self._staging_bytes_max = staging_bytes_max
         self._forecast = forecast
         self._replicas = replicas
         self._pools: dict[tuple[Role, str], _Pool] = {}  # by role and generation
 
-    def configure(self, spec: AdmissionSpec) -> None:
+    def configure(self, spec: AdmissionSpec, staging_bytes_max: int) -> None:
         self._spec = spec
+        self._staging_bytes_max = staging_bytes_max
 
     # -- indexes
 
@@ -159,7 +170,7 @@ class Chooser:
             return None
         facts = seat.replica.announcement
         uncached = max(0, prompt - seat.hit_pages * facts.block_tokens)
-        prefill, tokens, how = self._prefill(request, facts.generation, prompt, uncached)
+        prefill, tokens, how = self._prefill(request, facts, prompt, uncached)
         self._pools[(Role.DECODE, facts.generation)].prefixes.note(request.prefix_hashes, seat.replica.id)
         return Choice(
             decode=seat.replica,
@@ -169,6 +180,16 @@ class Chooser:
             ends_ns=need.ends_ns,
             prefill_tokens=tokens,
             reason=f"{seat.why(prompt)}; {how}",
+        )
+
+    def has_pool(self, request: AdmitRequest, generation: str | None) -> bool:
+        """Whether any decode replica that is here now could take the request, full as it may be."""
+        return any(
+            role is Role.DECODE
+            and bool(pool.sizes)
+            and request.tokenizer in ("", pool.tokenizer)
+            and generation in (None, of_generation)
+            for (role, of_generation), pool in self._pools.items()
         )
 
     def _decode(self, need: _Need, now_ns: int, generation: str | None) -> _Seat | None:
@@ -232,7 +253,7 @@ class Chooser:
         return found
 
     def _prefill(
-        self, request: AdmitRequest, generation: str, prompt: int, uncached: int
+        self, request: AdmitRequest, decode: Announcement, prompt: int, uncached: int
     ) -> tuple[Replica | None, int, str]:
         limit = self._spec.local_prefill_max_tokens
         if not request.disaggregate:
@@ -240,7 +261,12 @@ class Chooser:
         if uncached <= limit:
             what = "the prompt is short" if uncached == prompt else "most of the prompt is cached there"
             return None, 0, f"decode computes the prompt: {what} ({uncached} tokens to compute, limit {limit})"
-        pool = self._pools.get((Role.PREFILL, generation))
+        ranks = int(decode.fingerprint.geometry.get("tensor_parallel", 1))
+        num_bytes = ranks * -(-prompt // decode.block_tokens) * _page_bytes(json.dumps(decode.layout))
+        if num_bytes > self._staging_bytes_max:
+            most = self._staging_bytes_max
+            return None, 0, f"decode computes the prompt: {num_bytes} staging bytes, staging_bytes_max is {most}"
+        pool = self._pools.get((Role.PREFILL, decode.generation))
         if pool is None or not len(pool.index):
             return None, 0, "decode computes the prompt: no prefill replica is ready"
         pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, ())
@@ -261,6 +287,11 @@ class Chooser:
         pool.prefixes.note(request.prefix_hashes, replica.id)
         cached = f", {prompt - tokens} of them cached" if tokens < prompt else ""
         return replica, tokens, f"{replica.id} has {ahead - tokens} prompt tokens before this one's {prompt}{cached}"
+
+
+@lru_cache(maxsize=64)
+def _page_bytes(layout: str) -> int:
+    return PageLayout.from_dict(json.loads(layout)).page_bytes
 
 
 def _queued(replica: Replica) -> int:
@@ -289,7 +320,8 @@ class WaitingRoom:
 
     Inside a tenant: higher priority first, then first come. A request that was already running and lost its replica
     goes before all of these and does not count against the bound. The head of a tenant that does not fit lets others
-    pass, until it has waited for `AGED` of its time; from then on nobody passes it.
+    pass, until it has waited for `AGED` of its time; from then on nobody passes it, unless no replica that is here
+    could ever take it. Requests in the tokens of different models wait in queues of their own.
     """
 
     AGED = 0.25
@@ -297,8 +329,9 @@ class WaitingRoom:
     def __init__(self, size_max: int) -> None:
         self.size_max = size_max
         self._again: deque[Waiting] = deque()
-        self._tenants: dict[str, list[tuple[int, int, Waiting]]] = {}  # heaps of (-priority, number, waiting)
-        self._served: dict[str, float] = {}  # virtual time of each tenant that waits
+        # By tenant and tokenizer: heaps of (-priority, number, waiting).
+        self._tenants: dict[tuple[str, str], list[tuple[int, int, Waiting]]] = {}
+        self._served: dict[tuple[str, str], float] = {}  # virtual time of each tenant that waits
         self._clock = 0.0  # virtual time: of the tenant served last
         self._number = 0
         self._waiting: dict[int, Waiting] = {}  # by call; what is not in here any more is skipped in the heaps
@@ -318,7 +351,7 @@ class WaitingRoom:
         if waiting.ticket_id:
             self._again.append(waiting)
             return
-        tenant = waiting.request.tenant
+        tenant = (waiting.request.tenant, waiting.request.tokenizer)
         if tenant not in self._tenants:
             self._tenants[tenant] = []
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._clock)
@@ -345,14 +378,14 @@ class WaitingRoom:
         self._waiting[found.call_id] = found
         return None
 
-    def heads(self, now_ns: int) -> list[Waiting]:
-        """Who may be tried now, in order; an aged head ends the list."""
+    def heads(self, now_ns: int, has_pool: Callable[[AdmitRequest, str | None], bool]) -> list[Waiting]:
+        """Who may be tried now, in order; an aged head for which there is a pool ends the list."""
         found: list[Waiting] = []
         for waiting in self._again:
             if now_ns < waiting.not_before_ns:
                 continue
             found.append(waiting)
-            if self._aged(waiting, now_ns):
+            if self._aged(waiting, now_ns) and has_pool(waiting.request, waiting.generation):
                 return found
         for tenant in sorted(self._tenants, key=lambda name: (self._served[name], name)):
             heap = self._tenants[tenant]
@@ -363,8 +396,9 @@ class WaitingRoom:
                 if self._served[tenant] <= self._clock:
                     del self._served[tenant]  # it would start from the clock anyway
                 continue
-            found.append(heap[0][2])
-            if self._aged(heap[0][2], now_ns):
+            head = heap[0][2]
+            found.append(head)
+            if self._aged(head, now_ns) and has_pool(head.request, head.generation):
                 break
         return found
 
@@ -372,7 +406,7 @@ class WaitingRoom:
         """It got its place: leaves, and its tenant has had that much more."""
         self.drop(waiting.call_id)
         if not waiting.ticket_id:
-            tenant = waiting.request.tenant
+            tenant = (waiting.request.tenant, waiting.request.tokenizer)
             self._clock = max(self._clock, self._served.get(tenant, 0.0))
             self._served[tenant] = self._served.get(tenant, self._clock) + waiting.cost
 

@@ -19,6 +19,7 @@ class Exporter:
     def __init__(self, emitter: Emitter) -> None:
         self._emitter = emitter
         self._last: dict[tuple[str, ...], float] = {}
+        self._gauges: dict[tuple[str, str], dict[tuple[str, ...], tuple[str, dict[str, str]]]] = {}  # by replica
 
     def export(self, status: dict[str, Any]) -> None:
         tickets, ferry, counters = status["tickets"], status["ferry"], status["counters"]
@@ -36,24 +37,38 @@ class Exporter:
         self._total("pageferry_tag_mismatches_total", counters.get("tag_mismatch_events", 0))
         for node, staging in status["staging"]["nodes"].items():
             self._emitter.set("pageferry_staging_bytes", staging["bytes_held"], node=node)
+        here = {(pool, r["replica_id"]) for pool, each in status["pools"].items() for r in each["replicas"]}
+        for gone in self._gauges.keys() - here:
+            self._forget(gone)
         for pool, each in status["pools"].items():
             ready = [replica for replica in each["replicas"] if replica["state"] == "ready"]
             self._emitter.set("pageferry_replicas", len(ready), pool=pool)
             for replica in each["replicas"]:
                 self._replica(pool, replica)
 
+    def _forget(self, gone: tuple[str, str]) -> None:
+        """A replica that is no more: what it said last would stand, and alert, for as long as this process lives."""
+        for name, labels in self._gauges.pop(gone).values():
+            self._emitter.set(name, 0, **labels)
+        self._last = {key: total for key, total in self._last.items() if key[1:] != gone}
+
+    def _gauge(self, name: str, value: float, **labels: str) -> None:
+        self._emitter.set(name, value, **labels)
+        of = self._gauges.setdefault((labels["pool"], labels["replica"]), {})
+        of[(name, *labels.values())] = (name, labels)
+
     def _replica(self, pool: str, replica: dict[str, Any]) -> None:
         labels = {"pool": pool, "replica": replica["replica_id"]}
         for state in ("free", "held", "quarantined"):
-            self._emitter.set("pageferry_kv_blocks", replica[f"blocks_{state}"], state=state, **labels)
+            self._gauge("pageferry_kv_blocks", replica[f"blocks_{state}"], state=state, **labels)
         held = replica["blocks_held"] / max(1, replica["blocks_total"])
-        self._emitter.set("pageferry_kv_occupancy", held, **labels)
+        self._gauge("pageferry_kv_occupancy", held, **labels)
         for name, value in replica["counters"].items():
             metric = BY_NAME.get(f"{REPLICA_PREFIX}{name}") or BY_NAME.get(f"{REPLICA_PREFIX}{name}_total")
             if metric is None:
                 continue  # a total of a newer or older replica in a rolling update
             if metric.kind == "gauge":
-                self._emitter.set(metric.name, value, **labels)
+                self._gauge(metric.name, value, **labels)
             else:
                 self._total(metric.name, value, **labels)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -78,6 +78,7 @@ ALONE_AFTER = 3  # attempts; from then on decode computes the prompt itself
 BACK_OFF_NS = SECOND // 4
 CANCEL_REPEATS = 3  # heartbeat replies that carry a cancel: a lost reply loses nothing
 ORDER_AGAIN_NS = 2 * SECOND
+PAUSE_NS = SECOND // 2  # a shorter gap between ticks is no pause, however soon replicas count as stale
 FORGET_FENCED_NS = 300 * SECOND
 MISMATCHES_KEPT = 64
 LEFT_REMEMBERED = 1_000
@@ -99,7 +100,7 @@ class Machine:
         self._away_ns = 0  # of the time for rebuilding
         self.registry = Registry()
         self.forecast = Forecast()
-        self.chooser = Chooser(spec.admission, self.forecast, self.registry.replicas)
+        self.chooser = Chooser(spec.admission, self.forecast, self.registry.replicas, spec.transfer.staging_bytes_max)
         self.room = WaitingRoom(spec.admission.queue_max)
         self.autoscaler = Autoscaler(spec, now_ns)
         self.frontends: dict[str, int] = {}  # last heard
@@ -147,10 +148,17 @@ class Machine:
     def step(self, event: Event, now_ns: int) -> list[Effect]:
         self._out = []
         # Before anything that is in the mail is judged by the clock.
-        if now_ns - self._ticked_ns >= self._stale_ns // 2:
+        if now_ns - self._ticked_ns >= max(PAUSE_NS, self._stale_ns // 2):
             self._forgive_own_pause(now_ns)
         self._handlers[type(event)](event, now_ns)
         return self._out
+
+    def _outgrow(self, ticket_ids: Iterable[TicketId]) -> None:
+        """A ticket of another life that is not older than this one: the wall clock has gone back between the two."""
+        for ticket_id in ticket_ids:
+            if ticket_id > self.epoch << EPOCH_SHIFT | self._issued:
+                self.epoch, self._issued = epoch_of(ticket_id) + 1, 0
+                self._out.append(Log(f"ticket {ticket_id} is of a later epoch than mine; mine is {self.epoch} now"))
 
     @property
     def rebuilding_until_ns(self) -> int:
@@ -167,6 +175,7 @@ class Machine:
 
     def _join(self, event: Join, now_ns: int) -> None:
         new = event.announcement
+        self._outgrow(new.tickets)
         known = self.registry.replicas.get(new.replica_id)
         if (new.replica_id, new.incarnation) in self._left_lives:
             self._reply(event.call_id, HeartbeatReply(epoch=self.epoch, known=True, draining=True))
@@ -428,7 +437,7 @@ class Machine:
     def _serve_room(self, now_ns: int) -> None:
         """Gives places to whoever waits, in fair order, until nobody at the front fits."""
         while len(self.room):
-            for waiting in self.room.heads(now_ns):
+            for waiting in self.room.heads(now_ns, self.chooser.has_pool):
                 choice = self._choose_for(waiting, now_ns)
                 if choice is not None:
                     self.room.serve(waiting)
@@ -462,6 +471,7 @@ class Machine:
     # -- hand-over
 
     def _want_hand_over(self, event: WantHandOver, now_ns: int) -> None:
+        self._outgrow((event.ticket_id,))
         live = self.registry.tickets.get(event.ticket_id)
         if live is None:
             if not self._unclaimed(event.ticket_id, now_ns):
@@ -471,6 +481,8 @@ class Machine:
             if sealed is not None and sealed.seal.attempt == event.attempt:
                 self._reply(event.call_id, self._hand_over(sealed, self._hand_over_ns))
                 return
+            if (former := self._early.get(event.ticket_id)) is not None:
+                self._reply(former[0], Verdict.STALE)
             self._early[event.ticket_id] = (event.call_id, event.attempt)
         elif event.attempt != live.ticket.attempt or live.state in LANDED - {TicketState.MOVING}:
             self._reply(event.call_id, Verdict.STALE)
@@ -580,6 +592,8 @@ class Machine:
             self._add(f"pages_{verdict}", count)
         self._add("opened")
         self._add("opened_seconds", opened.seconds)
+        if not opened.ok:
+            self._add("recomputed_tokens", opened.num_tokens)
         self.registry.move(live, TicketEvent.OPENED if opened.ok else TicketEvent.OPEN_FAILED, now_ns)
 
     def _lease_lost(self, event: LeaseLost, now_ns: int) -> None:
@@ -606,6 +620,7 @@ class Machine:
     # -- losses and ends
 
     def _lost(self, event: Lost, now_ns: int) -> None:
+        self._outgrow((event.ticket_id,))
         live = self.registry.tickets.get(event.ticket_id)
         if live is None:
             self._lost_unknown(event, now_ns)
@@ -740,6 +755,7 @@ class Machine:
     def _frontend_beat(self, event: FrontendBeat, now_ns: int) -> None:
         self.frontends[event.frontend_id] = now_ns
         known = True
+        self._outgrow(event.live_tickets)
         for ticket_id in event.live_tickets:
             if ticket_id in self.registry.tickets:
                 continue
@@ -967,7 +983,7 @@ class Machine:
         if event.spec == self.spec:
             return
         self._read(event.spec)
-        self.chooser.configure(event.spec.admission)
+        self.chooser.configure(event.spec.admission, event.spec.transfer.staging_bytes_max)
         self.room.size_max = event.spec.admission.queue_max
         self.autoscaler.configure(event.spec)
         self._out.append(Log("the configuration has changed"))

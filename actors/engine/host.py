@@ -516,7 +516,8 @@ class DecodeHost(_Host):
                 lease = await self._begin_read(hand_over)
                 if isinstance(lease, Verdict):
                     # The bytes are not to be had; decode computes the prompt itself.
-                    self._event("recomputed", live, ticket.request_id, detail=str(lease))
+                    tokens = len(request.prompt_token_ids or ())
+                    self._event("recomputed", live, ticket.request_id, num_tokens=tokens, detail=str(lease))
                 elif live.aborted:
                     await self._tell_transfer("drop_reader", ticket.ticket_id, ticket.attempt, self.engines)
                 elif request.sampling_params is not None:

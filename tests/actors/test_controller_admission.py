@@ -398,3 +398,13 @@ def test_usage_is_learnt_from_requests_that_end_well_only() -> None:
     assert rig.machine.forecast.output.count == 0
     rig.end(rig.admit("b"), Outcome.DONE, 50)
     assert rig.machine.forecast.output.count == 1
+
+
+def test_a_prompt_larger_than_staging_is_not_handed_over() -> None:
+    admission = {"queue_max": 4, "queue_wait_s": 10, "stale_after_s": 2, "fence_after_s": 5}
+    rig = Rig(spec_of(transfer={"staging_bytes_max": 1 << 20, "hand_over_s": 8}, admission=admission))
+    rig.decode("d", blocks_total=10**6)
+    rig.prefill("p1", "p2")
+    ticket = rig.admit(prompt=400_000)
+    assert ticket.prefill is None
+    assert rig.admit("s", prompt=400).prefill

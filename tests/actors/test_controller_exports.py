@@ -86,3 +86,16 @@ def test_every_engine_counter_has_its_metric() -> None:
         assert f"pageferry_engine_{name}{suffix}" in BY_NAME
     for name in Counters.__slots__:
         assert f"pageferry_engine_{name}_total" in BY_NAME
+
+
+def test_gauges_of_a_replica_that_is_gone_do_not_stand() -> None:
+    backend = Recorder()
+    exporter = Exporter(Emitter(backend))
+    exporter.export(status(checks=10))
+    gone = status(checks=10)
+    gone["pools"]["decode"]["replicas"] = []
+    exporter.export(gone)
+    assert backend.values[("pageferry_engine_integrity_unproven_s", "decode", "d")] == 0
+    assert backend.values[("pageferry_kv_occupancy", "decode", "d")] == 0
+    exporter.export(status(checks=10))  # the same name again is another life: its total counts anew
+    assert backend.values[("pageferry_engine_integrity_checks_total", "decode", "d")] == 20

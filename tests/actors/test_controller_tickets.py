@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from controller_rig import SECOND, Rig, sealed, spec_of
 
+from actors.controller.events import WantHandOver
 from actors.controller.registry import EPOCH_SHIFT
 from actors.nouns import (
     AdmitRequest,
@@ -397,3 +398,12 @@ def test_epochs_go_on_when_the_counter_is_full() -> None:
     ticket = rig.admit()
     assert ticket.ticket_id >> EPOCH_SHIFT == 8 and rig.machine.epoch == 8
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=Ticket) == ticket
+
+
+def test_two_calls_for_a_ticket_that_nobody_has_claimed_are_both_answered() -> None:
+    rig = Rig(epoch=7)
+    old = 6 << 32 | 1
+    first = rig.call(lambda number: WantHandOver(number, old, 1, 2 * SECOND))
+    second = rig.call(lambda number: WantHandOver(number, old, 1, 2 * SECOND))
+    rig.wait(20)
+    assert rig.answer(first) is not None and rig.answer(second) is not None

@@ -495,3 +495,27 @@ async def test_what_other_requests_live_on_does_not_run_on_behalf_of_one() -> No
     d1.emit("r", 5, finish=STOP)
     await settled(client, far, {"r"})
     assert sorted(seen) == [(call, "") for call in ("admit", "ended", "outputs", "prefill", "submit")]
+
+
+async def test_a_token_that_comes_after_the_order_to_move_is_dropped() -> None:
+    """The order counts the tokens that are out; one that arrives before it is carried out would be computed twice."""
+    far = FarSide()
+    far.use_prefill = False
+    far.lost_answers = [far.ticket(1, 2, decode="d2")]
+    client = far.client()
+    await client.add_request_async(request(temperature=1.0, presence_penalty=0.5, max_tokens=2))
+    first, second = far.decodes["d1"], far.decodes["d2"]
+    await until(lambda: "r" in first.submitted)
+    await asyncio.sleep(0.05)
+    first.emit("r", 50)  # in the stream; the link has not run yet
+    client.obey(Order(kind="move", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="leaving"))
+    await until(lambda: bool(second.submitted))
+    [again] = second.submitted
+    second.emit(again, 60)
+    second.emit(again, 61, finish=FinishReason.STOP)
+    await until(lambda: not client.runs)
+    got: list[int] = []
+    while not client._outputs.empty():
+        got += [token for output in client._outputs.get_nowait().outputs for token in output.new_token_ids]
+    client.shutdown()
+    assert got == [60, 61]
