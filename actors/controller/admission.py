@@ -9,19 +9,16 @@ full.
 from __future__ import annotations
 
 import heapq
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice
 
 from actors.controller.affinity import HashRing, LoadIndex, PrefixIndex
 from actors.controller.forecast import SECOND, Forecast, blocks_for, outlook
 from actors.controller.registry import Replica
-from actors.nouns import AdmitRequest, Announcement, ReplicaId, Role, TicketId
+from actors.nouns import AdmitRequest, ReplicaId, Role, TicketId
 from cluster.spec import AdmissionSpec
-from kernels.layout import PageLayout
 
 CANDIDATES = 3  # least loaded replicas that are looked at closely
 SESSION_SLACK = 0.25  # a session's own replica may be this much fuller (share of its blocks) than the best one
@@ -170,7 +167,7 @@ class Chooser:
             return None
         facts = seat.replica.announcement
         uncached = max(0, prompt - seat.hit_pages * facts.block_tokens)
-        prefill, tokens, how = self._prefill(request, facts, prompt, uncached)
+        prefill, tokens, how = self._prefill(request, seat.replica, prompt, uncached)
         self._pools[(Role.DECODE, facts.generation)].prefixes.note(request.prefix_hashes, seat.replica.id)
         return Choice(
             decode=seat.replica,
@@ -184,26 +181,25 @@ class Chooser:
 
     def has_pool(self, request: AdmitRequest, generation: str | None) -> bool:
         """Whether any decode replica that is here now could take the request, full as it may be."""
-        return any(
-            role is Role.DECODE
-            and bool(pool.sizes)
-            and request.tokenizer in ("", pool.tokenizer)
-            and generation in (None, of_generation)
-            for (role, of_generation), pool in self._pools.items()
-        )
+        return any(pool.sizes for pool in self._decode_pools(request, generation))
+
+    def _decode_pools(self, request: AdmitRequest, generation: str | None) -> Iterator[_Pool]:
+        """Those of the request's tokenizer, and of its generation when it is bound to one."""
+        for (role, of_generation), pool in self._pools.items():
+            speaks = request.tokenizer in ("", pool.tokenizer)
+            if role is Role.DECODE and speaks and (generation is None or of_generation == generation):
+                yield pool
 
     def _decode(self, need: _Need, now_ns: int, generation: str | None) -> _Seat | None:
         best: _Seat | None = None
-        for (role, of_generation), pool in self._pools.items():
-            speaks = need.request.tokenizer in ("", pool.tokenizer)
-            if role is Role.DECODE and speaks and (generation is None or of_generation == generation):
-                seat = self._best(need, pool, self._candidates(need.request, pool), now_ns)
-                if seat is None and pool.smallest != pool.largest:
-                    # The least loaded ones may be too small for it: look at all.
-                    everyone = ((name, 0, False) for name in pool.sizes)
-                    seat = self._best(need, pool, everyone, now_ns)
-                if seat is not None and (best is None or seat.rank < best.rank):
-                    best = seat
+        for pool in self._decode_pools(need.request, generation):
+            seat = self._best(need, pool, self._candidates(need.request, pool), now_ns)
+            if seat is None and pool.smallest != pool.largest:
+                # The least loaded ones may be too small for it: look at all.
+                everyone = ((name, 0, False) for name in pool.sizes)
+                seat = self._best(need, pool, everyone, now_ns)
+            if seat is not None and (best is None or seat.rank < best.rank):
+                best = seat
         return best
 
     def _best(
@@ -253,7 +249,7 @@ class Chooser:
         return found
 
     def _prefill(
-        self, request: AdmitRequest, decode: Announcement, prompt: int, uncached: int
+        self, request: AdmitRequest, decode: Replica, prompt: int, uncached: int
     ) -> tuple[Replica | None, int, str]:
         limit = self._spec.local_prefill_max_tokens
         if not request.disaggregate:
@@ -261,12 +257,13 @@ class Chooser:
         if uncached <= limit:
             what = "the prompt is short" if uncached == prompt else "most of the prompt is cached there"
             return None, 0, f"decode computes the prompt: {what} ({uncached} tokens to compute, limit {limit})"
-        ranks = int(decode.fingerprint.geometry.get("tensor_parallel", 1))
-        num_bytes = ranks * -(-prompt // decode.block_tokens) * _page_bytes(json.dumps(decode.layout))
+        facts = decode.announcement
+        ranks = int(facts.fingerprint.geometry.get("tensor_parallel", 1))
+        num_bytes = ranks * -(-prompt // facts.block_tokens) * decode.page_bytes
         if num_bytes > self._staging_bytes_max:
             most = self._staging_bytes_max
             return None, 0, f"decode computes the prompt: {num_bytes} staging bytes, staging_bytes_max is {most}"
-        pool = self._pools.get((Role.PREFILL, decode.generation))
+        pool = self._pools.get((Role.PREFILL, facts.generation))
         if pool is None or not len(pool.index):
             return None, 0, "decode computes the prompt: no prefill replica is ready"
         pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, ())
@@ -289,11 +286,6 @@ class Chooser:
         return replica, tokens, f"{replica.id} has {ahead - tokens} prompt tokens before this one's {prompt}{cached}"
 
 
-@lru_cache(maxsize=64)
-def _page_bytes(layout: str) -> int:
-    return PageLayout.from_dict(json.loads(layout)).page_bytes
-
-
 def _queued(replica: Replica) -> int:
     """Prompt tokens a prefill replica still has to compute, as far as we know."""
     return max(replica.inflight_tokens, replica.occupancy.waiting_prompt_tokens)
@@ -313,6 +305,11 @@ class Waiting:
     generation: str | None = None
     not_before_ns: int = 0
     also: list[int] = field(default_factory=list)  # further calls that wait for the same answer
+
+    @property
+    def queue(self) -> tuple[str, str]:
+        """Tenant and tokenizer: who stands in one queue."""
+        return self.request.tenant, self.request.tokenizer
 
 
 class WaitingRoom:
@@ -351,7 +348,7 @@ class WaitingRoom:
         if waiting.ticket_id:
             self._again.append(waiting)
             return
-        tenant = (waiting.request.tenant, waiting.request.tokenizer)
+        tenant = waiting.queue
         if tenant not in self._tenants:
             self._tenants[tenant] = []
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._clock)
@@ -406,7 +403,7 @@ class WaitingRoom:
         """It got its place: leaves, and its tenant has had that much more."""
         self.drop(waiting.call_id)
         if not waiting.ticket_id:
-            tenant = (waiting.request.tenant, waiting.request.tokenizer)
+            tenant = waiting.queue
             self._clock = max(self._clock, self._served.get(tenant, 0.0))
             self._served[tenant] = self._served.get(tenant, self._clock) + waiting.cost
 

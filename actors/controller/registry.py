@@ -26,6 +26,7 @@ from actors.nouns import (
     TicketId,
 )
 from actors.transfer.ticket import HOLDS_LEASE, TicketEvent, TicketState, step
+from kernels.layout import PageLayout
 
 EPOCH_SHIFT: Final = 32  # ticket_id = epoch << 32 | counter: unique over restarts, fits a signed 64-bit integer
 ENDED_REMEMBERED: Final = 20_000
@@ -58,6 +59,14 @@ class Replica:
     cancel: dict[tuple[TicketId, int], int] = field(default_factory=dict)  # to tell; how often still
     counters: dict[str, float] = field(default_factory=dict)
     book: PageBook = field(default_factory=PageBook)
+    _page_bytes: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one wire page of its layout and one rank; read from the layout once, not at every admission."""
+        if not self._page_bytes:
+            self._page_bytes = PageLayout.from_dict(self.announcement.layout).page_bytes
+        return self._page_bytes
 
     @property
     def id(self) -> ReplicaId:
