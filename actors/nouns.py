@@ -298,6 +298,8 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_cached_tokens: int  # of the prompt, found in prefill's own prefix cache
     seconds: float
+    # The token after the prompt: `EngineCoreOutputs` as MessagePack frames, not ended. []: the engine saw an end there.
+    output: list[bytes] = []
 
 
 class StagingStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,14 +89,27 @@ def apart(request: EngineCoreRequest, ticket_id: int) -> EngineCoreRequest:
     return msgspec.structs.replace(request, cache_salt=hashlib.sha256(salt.encode()).hexdigest()[:32])
 
 
-def for_prefill(request: EngineCoreRequest) -> EngineCoreRequest:
-    """What the prefill engine computes: the prompt and one token that nobody reads; no grammar, no logprobs."""
-    return msgspec.structs.replace(
-        request,
-        sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, watermarking=False),
-        reasoning_ended=None,
-        reasoning_parser_kwargs=None,
-    )
+def samples_at_prefill(request: EngineCoreRequest) -> bool:
+    """Whether the token after this prompt may be prefill's own, out before the pages have moved.
+
+    Only where decode can go on from prompt and token exactly, as after a loss, and only where it has to go on.
+    """
+    params = request.sampling_params
+    return params is not None and (params.max_tokens or 0) > 1 and recovery_of(request) is Recovery.RESUME
+
+
+def for_prefill(request: EngineCoreRequest, samples: bool) -> EngineCoreRequest:
+    """What the prefill engine computes: the prompt and one token.
+
+    `samples`: the token is sampled as the client wants it. Else nobody reads it: no grammar, no logprobs, no end.
+    """
+    params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, watermarking=False)
+    if samples:
+        assert request.sampling_params is not None
+        params = request.sampling_params.clone()
+        params.min_tokens = min(1, params.min_tokens)
+    params.max_tokens = 1
+    return msgspec.structs.replace(request, sampling_params=params, reasoning_ended=None, reasoning_parser_kwargs=None)
 
 
 def prefix_hashes(tokens: Sequence[int], block_tokens: int, salt: str | None) -> tuple[int, ...]:

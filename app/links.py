@@ -85,7 +85,7 @@ class Link:
                 if not self._open.done():
                     self._open.set_result(None)
                 if frames:
-                    self._deliver(self._decoder.decode(frames))
+                    self.deliver(frames)
         except asyncio.CancelledError:
             reason = self._reason or "the link was closed"
         except Exception as error:
@@ -102,13 +102,15 @@ class Link:
             if (close := getattr(self._stream, "aclose", None)) is not None:
                 await close()
 
-    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+    def deliver(self, frames: list[bytes], to: Receiver | None = None) -> None:
+        """Passes on what an engine has put out. `to`: whose all of it is; None: the ids say it."""
+        outputs = self._decoder.decode(frames)
         # The engine's clock is another machine's; shifting keeps its intervals and makes them comparable here.
         now = time.monotonic()
         shift = now - outputs.timestamp
         kept = []
         for output in outputs.outputs:
-            receiver = self._receivers.get(output.request_id)
+            receiver = to or self._receivers.get(output.request_id)
             if receiver is None:
                 continue
             accepted = receiver.accept(output)

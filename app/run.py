@@ -269,7 +269,9 @@ class Run:
         self._hand_over = asyncio.ensure_future(
             self.client.controller.hand_over(ticket.ticket_id, ticket.attempt, ticket.deadline_s)
         )
-        frames = encode(forms.for_prefill(self._now()))
+        request = self._now()
+        samples = self.family.num_sequences == 1 and forms.samples_at_prefill(request)
+        frames = encode(forms.for_prefill(request, samples))
         try:
             done = await asyncio.wait_for(
                 self.client.prefill.prefill(ticket.prefill, ticket, frames), ticket.deadline_s
@@ -281,6 +283,9 @@ class Run:
         if not self.tokens:
             self.transcript.cached_tokens = done.num_cached_tokens
         self.client.observe("prefill", time.monotonic() - started, {})
+        if samples and done.output:
+            # The client has its token now; decode opens the pages meanwhile and goes on after it.
+            self.client.link(ticket.decode).deliver(done.output, to=self)
         return Prefilled()
 
     async def _await_hand_over(self, ticket: Ticket) -> Event:
@@ -316,7 +321,7 @@ class Run:
         self._link = self.client.link(replica)
         self._link.register(self._engine_id, self)
         frames = encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
-        if self.tokens:
+        if self.tokens and self._submissions > 1:
             self.client.observe("resumed", 1, {})
         call: asyncio.Future[None] | None = None
         try:

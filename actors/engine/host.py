@@ -408,6 +408,18 @@ class _Host:
     def _decode_request(self, frames: list[bytes]) -> Any:
         return self._decoder.decode(frames)
 
+    def _encode(self, outputs: Any, share: list[Any], stats: Any) -> list[bytes]:
+        """One message: `share` of the outputs, with `stats` or None."""
+        from vllm.v1.engine import EngineCoreOutputs
+
+        part = EngineCoreOutputs(
+            outputs=share,
+            scheduler_stats=stats,
+            timestamp=outputs.timestamp,
+            weight_version=outputs.weight_version,
+        )
+        return [bytes(frame) for frame in self._encoder.encode(part)]
+
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._errands.add(task)
@@ -450,7 +462,8 @@ class PrefillHost(_Host):
             lease=lease,
         )
         request.request_id = f"{ticket.request_id}.{ticket.attempt}"
-        request.sampling_params = _prefill_params(to_params(order))
+        assert request.sampling_params.max_tokens == 1, "prefill computes the prompt and one token"
+        request.sampling_params.extra_args = {"kv_transfer_params": to_params(order)}
         live = _Live(ticket, ticket.frontend_id, done=asyncio.get_running_loop().create_future())
         self._live[request.request_id] = live
         assert live.done is not None
@@ -477,12 +490,19 @@ class PrefillHost(_Host):
             await self._tell_transfer("release", [key])
             raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
         stats = output.prefill_stats
+        message: list[bytes] = []
+        if str(output.finish_reason) == "length":
+            from vllm.v1.engine import EngineCoreOutputs
+
+            output.finish_reason = None  # here it ends, for its client it goes on at decode
+            message = self._encode(EngineCoreOutputs(timestamp=time.monotonic()), [output], None)
         return PrefillDone(
             ticket_id=ticket.ticket_id,
             attempt=ticket.attempt,
             num_tokens=num_tokens,
             num_cached_tokens=stats.num_cached_tokens if stats else 0,
             seconds=time.monotonic() - began,
+            output=message,
         )
 
     async def abort(self, ticket_ids: list[int]) -> None:
@@ -612,23 +632,3 @@ class DecodeHost(_Host):
             if (queue := self._streams.get(live.frontend_id)) is not None:
                 output = EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
                 queue.put_nowait(self._encode(EngineCoreOutputs(timestamp=time.monotonic()), [output], None))
-
-    def _encode(self, outputs: Any, share: list[Any], stats: Any) -> list[bytes]:
-        from vllm.v1.engine import EngineCoreOutputs
-
-        part = EngineCoreOutputs(
-            outputs=share,
-            scheduler_stats=stats,
-            timestamp=outputs.timestamp,
-            weight_version=outputs.weight_version,
-        )
-        return [bytes(frame) for frame in self._encoder.encode(part)]
-
-
-def _prefill_params(kv_transfer_params: dict[str, Any]) -> Any:
-    """Sampling parameters of the prefill side: its one token is thrown away, decode samples every token."""
-    from vllm.sampling_params import SamplingParams
-
-    return SamplingParams(
-        max_tokens=1, temperature=0.0, ignore_eos=True, extra_args={"kv_transfer_params": kv_transfer_params}
-    )

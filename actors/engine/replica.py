@@ -76,7 +76,7 @@ class PrefillReplica:
 
 
 class DecodeReplica:
-    """Serve deployment `Decode`: opens pages and decodes; samples every token, the first one too."""
+    """Serve deployment `Decode`: opens pages and decodes."""
 
     async def __init__(self, spec_tree: dict[str, Any]) -> None:
         spec = ClusterSpec.parse(spec_tree)

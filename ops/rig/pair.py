@@ -204,7 +204,7 @@ class EnginePair:
         from vllm.sampling_params import SamplingParams
 
         assert self.prefill is not None
-        frames = self.frames(ticket.request_id, prompt, SamplingParams(max_tokens=1), cache_salt)
+        frames = self.frames(ticket.request_id, prompt, SamplingParams(max_tokens=1, temperature=0.0), cache_salt)
         done = await self.prefill.prefill(ticket, frames)
         sealed = await asyncio.wait_for(self.notary.seal_of((ticket.ticket_id, ticket.attempt)), ticket.deadline_s)
         hand_over = HandOver(

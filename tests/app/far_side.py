@@ -32,6 +32,23 @@ from app.core_client import FerryCoreClient
 from app.ports import ReplicaGone
 
 
+def frames_of(
+    request: EngineCoreRequest | None,
+    *tokens: int,
+    finish: FinishReason | None = None,
+    cached: int | None = 0,
+    name: str = "x",
+) -> list[bytes]:
+    """One engine step's message with one output in it; with statistics of the prompt unless `cached` is None."""
+    stats = None
+    if cached is not None:
+        assert request is not None
+        stats = PrefillStats()
+        stats.set(len(request.prompt_token_ids or ()), cached, 0)
+    output = EngineCoreOutput(request_id=name, new_token_ids=list(tokens), finish_reason=finish, prefill_stats=stats)
+    return [bytes(frame) for frame in MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output], timestamp=1.0))]
+
+
 class Decode:
     """One decode replica's end of the wires."""
 
@@ -44,15 +61,9 @@ class Decode:
         self.streams = 0
 
     def emit(self, engine_id: str, *tokens: int, finish: FinishReason | None = None, cached: int | None = None) -> None:
-        stats = None
-        if cached is not None:
-            stats = PrefillStats()
-            stats.set(len(self.submitted[engine_id].prompt_token_ids or ()), cached, 0)
-        output = EngineCoreOutput(
-            request_id=engine_id, new_token_ids=list(tokens), finish_reason=finish, prefill_stats=stats
+        self.wire.put_nowait(
+            frames_of(self.submitted.get(engine_id), *tokens, finish=finish, cached=cached, name=engine_id)
         )
-        frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output], timestamp=1.0))
-        self.wire.put_nowait([bytes(frame) for frame in frames])
 
     def page_mismatch(self, engine_id: str) -> None:
         """The engine has ended the request because its block table named a page that is not its own."""
@@ -73,6 +84,8 @@ class FarSide:
         self.prefill_calls: list[tuple[str, int]] = []
         self.prefill_cancelled = 0
         self.prefill_fails: dict[str, Exception] = {}
+        self.prefilled: list[EngineCoreRequest] = []
+        self.prefill_token: int | None = None  # what prefill samples; None: it saw an end there
         self.prefill_gate = asyncio.Event()
         self.prefill_gate.set()
         self.hand_over_answer: Verdict | None = None
@@ -151,12 +164,14 @@ class FarSide:
             raise
         if replica_id in self.prefill_fails:
             raise self.prefill_fails[replica_id]
+        self.prefilled.append(request)
         return PrefillDone(
             ticket_id=ticket.ticket_id,
             attempt=ticket.attempt,
             num_tokens=len(request.prompt_token_ids),
             num_cached_tokens=3,
             seconds=0.0,
+            output=[] if self.prefill_token is None else frames_of(request, self.prefill_token),
         )
 
     # decode

@@ -74,6 +74,103 @@ async def test_prefill_gets_a_plain_request_and_decode_the_clients_own() -> None
     await settled(client, far)
 
 
+async def test_the_first_token_is_out_before_the_pages_have_moved() -> None:
+    far = FarSide()
+    far.prefill_token = 5
+    far.submit_gate.clear()
+    client = far.client()
+    await client.add_request_async(request(max_tokens=8, min_tokens=3, logit_bias={4: 1.0}))
+    first = await asyncio.wait_for(client.get_output_async(), 5.0)
+    [output] = first.outputs
+    assert (output.request_id, output.new_token_ids, output.finish_reason) == ("r", [5], None)
+    assert output.prefill_stats is not None and output.prefill_stats.num_cached_tokens == 3
+    [asked] = [each.sampling_params for each in far.prefilled]
+    assert asked is not None
+    assert (asked.max_tokens, asked.min_tokens, asked.logit_bias) == (1, 1, {4: 1.0}), "sampled as the client wants it"
+    d1 = far.decodes["d1"]
+    assert not d1.submitted
+    far.submit_gate.set()
+    await until(lambda: "r" in d1.submitted)
+    following = d1.submitted["r"]
+    assert following.prompt_token_ids == [*range(10), 5] and d1.hand_overs["r"] is not None
+    assert following.sampling_params is not None
+    assert (following.sampling_params.max_tokens, following.sampling_params.min_tokens) == (7, 2)
+    d1.emit("r", 6, cached=10)
+    d1.emit("r", 7, finish=STOP)
+    second = await client.get_output_async()
+    assert second.outputs[0].new_token_ids == [6] and second.outputs[0].prefill_stats is None, "usage is counted once"
+    assert await tokens_of(client, "r", 1) == [7]
+    await settled(client, far, {"r"})
+    assert far.ends == [(1, Outcome.DONE, 3)]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_tokens": 1},  # prefill ends no request
+        {"presence_penalty": 0.5},  # decode's engine has to remember the token as its own output
+        {"temperature": 1.0, "seed": 4},
+        {"bad_words": ["a b"]},
+    ],
+)
+async def test_decode_samples_the_first_token_of_what_it_could_not_continue(params: dict[str, Any]) -> None:
+    far = FarSide()
+    far.prefill_token = 5
+    client = far.client()
+    await client.add_request_async(request(**params))
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    [asked] = [each.sampling_params for each in far.prefilled]
+    assert asked is not None and asked.max_tokens == 1 and asked.ignore_eos and asked.temperature == 0.0
+    assert d1.submitted["r"].prompt_token_ids == [*range(10)]
+    d1.emit("r", 8, finish=STOP)
+    assert await tokens_of(client, "r", 1) == [8]
+    await settled(client, far, {"r"})
+
+
+async def test_a_prefill_that_sees_an_end_leaves_the_token_to_decode() -> None:
+    far = FarSide()
+    client = far.client()
+    await client.add_request_async(request())
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    assert d1.submitted["r"].prompt_token_ids == [*range(10)]
+    d1.emit("r", 2, finish=STOP)
+    await tokens_of(client, "r", 1)
+    await settled(client, far, {"r"})
+
+
+async def test_a_stop_string_in_the_first_token_ends_it_before_decode_has_it() -> None:
+    far = FarSide()
+    far.prefill_token = 5
+    far.submit_gate.clear()
+    client = far.client()
+    await client.add_request_async(request(stop=["x"]))
+    assert await tokens_of(client, "r", 1) == [5]
+    await client.abort_requests_async(["r"])  # vLLM's output processor has seen the string
+    far.submit_gate.set()
+    await settled(client, far)
+    assert far.ends == [(1, Outcome.DONE, 1)]
+
+
+async def test_a_prefill_whose_seal_does_not_come_is_run_again_after_its_token() -> None:
+    far = FarSide()
+    far.prefill_token, far.hand_over_answer = 5, Verdict.MISSING
+    far.lost_answers = [far.ticket(1, 2, prefill="p2"), far.ticket(1, 3)]
+    client = far.client()
+    await client.add_request_async(request(max_tokens=8))
+    assert await tokens_of(client, "r", 2) == [5, 5], "one of each prefill"
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    assert [each.prompt_token_ids for each in far.prefilled] == [[*range(10)], [*range(10), 5]]
+    assert d1.submitted["r"].prompt_token_ids == [*range(10), 5, 5] and d1.hand_overs["r"] is None
+    assert [loss[0] for loss in far.losses] == [Role.PREFILL, Role.PREFILL]
+    d1.emit("r", 7, finish=STOP)
+    assert await tokens_of(client, "r", 1) == [7]
+    await settled(client, far, {"r"})
+    assert far.ends == [(1, Outcome.DONE, 3)]
+
+
 async def test_no_room_raises_429_before_anything_is_sent() -> None:
     far = FarSide()
     far.admit_answer = Busy(reason="decode is full", retry_after_s=3.0)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from serve_command import serving
 
 from app.client import Client
 from app.processes import MARK
@@ -32,32 +29,20 @@ def marks() -> dict[str, list[int]]:
 
 @pytest.mark.timeout(300)
 def test_serve_answers_and_ends_with_everything_it_started() -> None:
-    port, before, staging = free_port(), set(marks()), set(Path("/dev/shm").glob("pageferry-*"))
-    settings = ["pools.prefill.replicas=0", "model.max_model_len=1024"]
-    command = [sys.executable, "-m", "app.cli", "serve", "local-cpu", *settings, "--port", str(port)]
-    command += ["--dashboard-port", str(free_port())]
-    environ = {name: value for name, value in os.environ.items() if name != MARK}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
-        try:
-            assert process.stdout is not None
-            shown = ""
-            while "Ctrl-C ends it" not in shown:
-                line = process.stdout.readline()
-                assert line, f"it ended with status {process.wait()}:\n{shown}"
-                shown += line
-            assert "waiting for Decode 0/1 (engine start-up)" in shown
-            assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in shown
-            assert "Ray dashboard: http://127.0.0.1:" in shown
-            with Client(f"http://127.0.0.1:{port}") as client:
-                assert client.healthy()
-                assert client.chat("Name a colour.", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
-            [ours] = set(marks()) - before
-            process.send_signal(signal.SIGTERM)
-            rest = process.stdout.read()
-            assert process.wait(60) == 0, rest
-            assert "SIGTERM: ending what was started" in rest
-        finally:
-            process.kill()
+    before, staging = set(marks()), set(Path("/dev/shm").glob("pageferry-*"))
+    with serving(["pools.prefill.replicas=0", "model.max_model_len=1024"]) as (process, url, shown):
+        assert "waiting for Decode 0/1 (engine start-up)" in shown
+        assert f"curl {url}/v1/chat/completions" in shown
+        assert "Ray dashboard: http://127.0.0.1:" in shown
+        with Client(url) as client:
+            assert client.healthy()
+            assert client.chat("Name a colour.", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
+        [ours] = set(marks()) - before
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        rest = process.stdout.read()
+        assert process.wait(60) == 0, rest
+        assert "SIGTERM: ending what was started" in rest
     until = time.monotonic() + 5
     while ours in marks() and time.monotonic() < until:
         time.sleep(0.1)
