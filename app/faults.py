@@ -27,7 +27,8 @@ async def plant(client: FerryCoreClient, send: Plant, kind: str, victim: str, tr
 
     Raises `NoVictim`, and `FaultError` for a kind that is unknown or not allowed.
     """
-    from actors.engine.faults import KINDS, FaultError
+    from actors.engine.faults import FaultError
+    from cluster.fault_kinds import KINDS
 
     if kind not in KINDS:
         raise FaultError(f"no fault {kind!r}; known: {', '.join(KINDS)}")

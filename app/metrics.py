@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.metrics import Emitter
 
-PHASES = ("admit", "prefill", "hand_over", "submit")
+PHASES = ("admit", "prefill", "prefill_replica", "hand_over", "submit")
 
 
 def observer(backend: Any = None) -> Callable[[str, float, dict[str, str]], None]:
@@ -21,8 +21,10 @@ def observer(backend: Any = None) -> Callable[[str, float, dict[str, str]], None
     def observe(name: str, value: float, labels: dict[str, str]) -> None:
         if name in PHASES:
             emit.observe("pageferry_hand_over_seconds", value, phase=name)
+            emit.count("pageferry_phase_seconds_total", value, phase=name)
         elif name == "first_token":
             emit.observe("pageferry_ttft_seconds", value)
+            emit.count("pageferry_phase_seconds_total", value, phase=name)
         elif name == "token_gap":
             emit.observe("pageferry_tpot_seconds", value)
         elif name == "ended":

@@ -283,6 +283,7 @@ class Run:
         if not self.tokens:
             self.transcript.cached_tokens = done.num_cached_tokens
         self.client.observe("prefill", time.monotonic() - started, {})
+        self.client.observe("prefill_replica", done.seconds, {})
         if samples and done.output:
             # The client has its token now; decode opens the pages meanwhile and goes on after it.
             self.client.link(ticket.decode).deliver(done.output, to=self)

@@ -41,9 +41,17 @@ TABLE: tuple[Metric, ...] = (
         "pageferry_hand_over_seconds",
         "histogram",
         "Time of a request's way to decode by phase: admit (waiting for a ticket), prefill (computing and sealing), "
-        "hand_over (waiting for the proof after prefill), submit (the call to decode)",
+        "prefill_replica (what of that is spent in the replica), hand_over (waiting for the proof after prefill), "
+        "submit (the call to decode)",
         ("phase",),
         SECONDS,
+    ),
+    Metric(
+        "pageferry_phase_seconds_total",
+        "counter",
+        "Seconds spent in those phases and up to the first token (first_token), exact: Ray exports a histogram's sum "
+        "from the middles of its buckets",
+        ("phase",),
     ),
     Metric("pageferry_replicas_lost_total", "counter", "Times a request lost its replica, by role", ("role",)),
     Metric("pageferry_resumed_total", "counter", "Streams continued on another decode replica"),

@@ -15,6 +15,8 @@ from typing import Any, Literal, Self, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.fault_kinds import KINDS
+
 KvDtype = Literal["bfloat16", "fp8_e4m3"]
 TOPOLOGIES = Path(__file__).parent / "topologies"
 
@@ -139,9 +141,6 @@ class TransferSpec(_Section):
     staging_bytes_max: int = Field(default=1 << 30, ge=1 << 20, description="shared memory a node, bytes")
     lease_s: float = Field(default=60.0, gt=0, description="staging is given back after this if nobody came for it")
     hand_over_s: float = Field(default=30.0, gt=0, description="deadline from admission to pages opened")
-    channel: Literal["auto", "shm", "ray"] = Field(
-        default="auto", description="auto: shared memory on one node, Ray objects between nodes"
-    )
 
 
 class IntegritySpec(_Section):
@@ -216,6 +215,15 @@ class FaultSpec(_Section):
 
     kinds: tuple[str, ...] = ()
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for kind in self.kinds:
+            if kind not in KINDS:
+                near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.4)
+                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(KINDS)}"
+                raise ValueError(f"kinds: {kind!r} is no kind of fault; {hint}")
+        return self
 
 
 class ClusterSpec(_Section):

@@ -12,6 +12,7 @@ import logging
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,6 +96,7 @@ class Controller:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
         self._orders: dict[str, asyncio.Queue[Order]] = {}
+        self._polls: Counter[str] = Counter()  # frontend -> long polls that wait on its orders
         self._actuator = ServeActuator()
         self._tasks: set[asyncio.Task[None]] = set()
         self._watched: set[str] = set()
@@ -154,9 +156,13 @@ class Controller:
     async def orders(self, frontend_id: str, timeout_s: float = 10.0) -> list[Order]:
         """Long poll for what else comes with the heartbeat's reply, without its delay."""
         queue = self._orders.setdefault(frontend_id, asyncio.Queue())
-        with contextlib.suppress(TimeoutError):
+        self._polls[frontend_id] += 1
+        try:
             return [await asyncio.wait_for(queue.get(), timeout_s), *self._waiting_orders(frontend_id)]
-        return []
+        except TimeoutError:
+            return []
+        finally:
+            self._polls[frontend_id] -= 1
 
     def _waiting_orders(self, frontend_id: str) -> list[Order]:
         queue = self._orders.get(frontend_id)
@@ -272,9 +278,8 @@ class Controller:
             except Exception:
                 logger.exception("tick failed")
             for frontend_id in self._orders.keys() - self._machine.frontends.keys():
-                if self._orders[frontend_id].empty():
-                    continue  # a long poll may be waiting on it
-                del self._orders[frontend_id]  # nobody will read them
+                if not self._polls[frontend_id]:  # else a long poll waits on it
+                    del self._orders[frontend_id], self._polls[frontend_id]
 
     async def _export_loop(self) -> None:
         while True:

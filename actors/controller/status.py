@@ -64,6 +64,7 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
             "replicas": [_replica(replica, now_ns) for replica in members],
         }
     nodes = registry.nodes.values()
+    there = [node for node in nodes if not node.stale]  # the shared memory of a node that is gone is gone
     return {
         "epoch": machine.epoch,
         "uptime_s": round((now_ns - machine.started_ns) / SECOND, 3),
@@ -80,10 +81,10 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
             "oldest_s": round(max(((now_ns - w.since_ns) / SECOND for w in machine.room), default=0.0), 3),
         },
         "staging": {
-            "bytes_held": sum(node.status.bytes_held for node in nodes),
-            "bytes_max": sum(node.status.bytes_max for node in nodes),
-            "leases": sum(node.status.leases for node in nodes),
-            "breaches": [breach for node in nodes for breach in node.status.breaches],
+            "bytes_held": sum(node.status.bytes_held for node in there),
+            "bytes_max": sum(node.status.bytes_max for node in there),
+            "leases": sum(node.status.leases for node in there),
+            "breaches": [breach for node in there for breach in node.status.breaches],
             "nodes": {
                 node_id: {"bytes_held": node.status.bytes_held, "bytes_max": node.status.bytes_max, "stale": node.stale}
                 for node_id, node in sorted(registry.nodes.items())

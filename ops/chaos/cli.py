@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from actors.engine.faults import KINDS
+from cluster.fault_kinds import KINDS
 from ops.chaos.harness import Harness, spec_for
 from ops.chaos.trials import NotPlaced, Trial, run_trial
 from ops.measure import facts

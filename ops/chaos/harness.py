@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.engine.faults import KINDS
 from actors.nouns import HandOver
+from cluster.fault_kinds import KINDS
 from cluster.spec import ClusterSpec
 from ops.rig.pair import EnginePair
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from actors.engine.faults import KINDS
 from actors.nouns import Verdict
+from cluster.fault_kinds import KINDS
 from ops.chaos.harness import MAX_TOKENS, Harness, Watched
 
 ATTEMPTS = 5

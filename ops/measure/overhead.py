@@ -22,6 +22,7 @@ from ops.measure.noise import Meter, warning
 from ops.measure.systems import Running, Say, SystemSpec
 
 OUTPUT_TOKENS = 8
+WARM_UPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,14 @@ async def run(specs: Sequence[SystemSpec], plan: Plan, tokenizer: Any, say: Say,
             running.append(await stack.enter_async_context(Running(spec, say, folder / f"{spec.name}.log")))
             say(f"{spec.name}: ready after {running[-1].start_s:.0f} s, {running[-1].memory_gib():.1f} GiB")
         session = await stack.enter_async_context(load.open_session())
-        for turn in range(3):
+        for turn in range(WARM_UPS):
             await _turn(session, specs, plan, tokenizer, f"warm-up {turn}", turn)
         await asyncio.sleep(1.0)
         for each in running:
             before = each.cpu_seconds()
             await asyncio.sleep(2.0)
             made.idle_cpu[each.spec.name] = (each.cpu_seconds() - before) / 2.0
-        before_phases = await phases.read(running[-1])
+        before_phases = await phases.read(running[-1], WARM_UPS)
         meter = Meter(running)
         for turn in range(plan.pairs):
             answers = await _turn(session, specs, plan, tokenizer, f"turn {turn}", turn)
@@ -67,7 +68,7 @@ async def run(specs: Sequence[SystemSpec], plan: Plan, tokenizer: Any, say: Say,
                 made.breaches += gate.answer_breaches(where, [answer], plan.prompt_tokens, OUTPUT_TOKENS)
         made.foreign_cpu = meter.foreign()
         say(f"{plan.pairs} turns done, {len(made.breaches)} breaches")
-        made.phase_means = phases.difference(before_phases, await phases.read(running[-1]))
+        made.phase_means = phases.difference(before_phases, await phases.read(running[-1], WARM_UPS + plan.pairs))
         made.breaches += await _handed_over(session, specs[-1], plan)
     return made
 

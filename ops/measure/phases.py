@@ -13,30 +13,33 @@ import aiohttp
 
 from ops.measure.systems import Running
 
-PHASE = "ray_pageferry_hand_over_seconds"
-FIRST_TOKEN = "ray_pageferry_ttft_seconds"
+COUNTS = {"ray_pageferry_hand_over_seconds_count", "ray_pageferry_ttft_seconds_count"}
+SECONDS = "ray_pageferry_phase_seconds_total"
+FIRST_TOKEN = "first_token"
 EXPORT_EVERY_S = 11.0  # Ray exports metrics every ten seconds
 LABELS = {
     "admit": "admit: ticket from the controller",
-    "prefill": "prefill: call, compute and seal the prompt, answer",
-    "hand_over": "hand_over: wait for the proof after that",
+    "call": "call to prefill and back, through Ray",
+    "prefill_replica": "prefill replica: lease, compute the prompt and seal its pages",
+}
+AFTER = {
+    "hand_over": "hand_over: wait for the proof",
     "submit": "submit: call to decode, staging opened for reading, request in the engine",
 }
 
-Reading = dict[tuple[str, str], tuple[float, float]]  # (metric, phase) -> sum, count
+Reading = dict[str, tuple[float, float]]  # phase -> seconds, count
 
 
 def parse(text: str) -> Reading:
-    """Sums and counts of the histograms, over all processes that export them."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    """Seconds and counts by phase, over all processes that export them."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for line in text.splitlines():
-        made = re.match(rf"({PHASE}|{FIRST_TOKEN})_(sum|count)\{{(.*)\}} (\S+)$", line)
-        if made is None:
+        made = re.match(r"(\w+)\{(.*)\} (\S+)$", line)
+        if made is None or made[1] not in {*COUNTS, SECONDS}:
             continue
-        metric, kind, labels, value = made.groups()
-        phase = re.search(r'phase="([^"]*)"', labels)
-        found[metric, phase[1] if phase else ""][kind == "count"] += float(value)
-    return {key: (total, count) for key, (total, count) in found.items()}
+        phase = re.search(r'phase="([^"]*)"', made[2])
+        found[phase[1] if phase else FIRST_TOKEN][made[1] in COUNTS] += float(made[3])
+    return {phase: (seconds, count) for phase, (seconds, count) in found.items()}
 
 
 def _targets(running: Running) -> list[str]:
@@ -50,16 +53,14 @@ def _targets(running: Running) -> list[str]:
     return []
 
 
-async def read(running: Running) -> Reading:
-    """Waits until every process has exported what it counted up to now, then reads. Empty: it exports nothing."""
-    previous: Reading | None = None
+async def read(running: Running, first_tokens: int) -> Reading:
+    """Once so many first tokens have been exported. Empty: they were not within half a minute."""
     for _ in range(4):
-        await asyncio.sleep(EXPORT_EVERY_S)
         now = await _scrape(running)
-        if now == previous:
-            break
-        previous = now
-    return now
+        if now.get(FIRST_TOKEN, (0.0, 0.0))[1] >= first_tokens:
+            return now
+        await asyncio.sleep(EXPORT_EVERY_S)
+    return {}
 
 
 async def _scrape(running: Running) -> Reading:
@@ -77,22 +78,22 @@ async def _scrape(running: Running) -> Reading:
 
 
 def difference(before: Reading, after: Reading) -> dict[str, float]:
-    """Mean seconds a request of each phase, and of the first token as the frontend saw it ("")."""
+    """Mean seconds a request of each phase."""
     means = {}
-    for (_, phase), (total, count) in after.items():
-        metric = PHASE if phase else FIRST_TOKEN
-        old_total, old_count = before.get((metric, phase), (0.0, 0.0))
+    for phase, (seconds, count) in after.items():
+        old_seconds, old_count = before.get(phase, (0.0, 0.0))
         if count > old_count:
-            means[phase] = (total - old_total) / (count - old_count)
+            means[phase] = (seconds - old_seconds) / (count - old_count)
     return means
 
 
 def rows(means: dict[str, float], ttft_mean_s: float) -> list[dict[str, Any]]:
-    """The phases in their order; what is left on either side is named."""
-    if "" not in means:
+    """The phases in their order; what is left on either side is named. After the first token: what decode waits for."""
+    if FIRST_TOKEN not in means or "prefill" not in means:
         return []
-    known = [(label, means[phase]) for phase, label in LABELS.items() if phase in means]
-    inside = means[""] - sum(seconds for _, seconds in known)
-    known.append(("open, first decode step, output to the frontend", inside))
-    known.append(("HTTP, tokenizing, detokenizing, client", ttft_mean_s - means[""]))
+    means = {**means, "call": means["prefill"] - means["prefill_replica"]}
+    known = [(label, means[phase]) for phase, label in LABELS.items()]
+    known.append(("the frontend", means[FIRST_TOKEN] - sum(seconds for _, seconds in known)))
+    known.append(("HTTP, tokenizing, detokenizing, client", ttft_mean_s - means[FIRST_TOKEN]))
+    known += [(f"(after the first token) {label}", means[phase]) for phase, label in AFTER.items() if phase in means]
     return [{"phase": label, "mean_s": seconds} for label, seconds in known]

@@ -26,6 +26,7 @@ from typing import Any
 
 import aiohttp
 
+from actors.engine.config import KEEP_FREED_MEMORY
 from app.processes import end_marked, marked
 from cluster.spec import ClusterSpec, PoolSpec
 from ops.measure import peers
@@ -62,7 +63,9 @@ class SystemSpec:
 
 
 def engine_environment(pool: PoolSpec, threads: int) -> dict[str, str]:
+    """The same for every system, what this service would set for itself too: the comparison is not about allocators."""
     environment = {
+        **KEEP_FREED_MEMORY,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",

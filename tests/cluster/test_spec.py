@@ -110,3 +110,9 @@ def test_frozen() -> None:
     spec = ClusterSpec.load("local-cpu")
     with pytest.raises(ValidationError):
         spec.pools.decode.replicas = 3  # type: ignore[misc]
+
+
+def test_a_fault_that_does_not_exist_is_refused_with_the_nearest() -> None:
+    assert ClusterSpec.load("local-cpu", {"faults.kinds": ["bit_flip"]}).faults.kinds == ("bit_flip",)
+    with pytest.raises(SpecError, match=r"faults: kinds: 'bit_flop' is no kind of fault; did you mean bit_flip\?"):
+        ClusterSpec.load("local-cpu", {"faults.kinds": ["bit_flop"]})

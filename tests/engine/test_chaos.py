@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from actors.engine.faults import KINDS, FaultError, Faults
+from actors.engine.faults import FaultError, Faults
+from cluster.fault_kinds import KINDS
 from ops.chaos.cli import passed, summary
 from ops.chaos.harness import Harness, spec_for
 from ops.chaos.trials import run_trial

@@ -115,23 +115,33 @@ def test_a_red_gate_shows_no_speed(
 
 EXPORT = """# HELP ray_pageferry_hand_over_seconds x
 ray_pageferry_hand_over_seconds_bucket{WorkerId="w",le="0.1",phase="admit"} 3.0
-ray_pageferry_hand_over_seconds_sum{WorkerId="w",phase="admit"} %s
-ray_pageferry_hand_over_seconds_count{WorkerId="w",phase="admit"} %s
-ray_pageferry_hand_over_seconds_sum{WorkerId="w",phase="prefill"} %s
-ray_pageferry_hand_over_seconds_count{WorkerId="w",phase="prefill"} %s
-ray_pageferry_ttft_seconds_sum{WorkerId="w"} %s
-ray_pageferry_ttft_seconds_count{WorkerId="w"} %s
+ray_pageferry_hand_over_seconds_sum{WorkerId="w",phase="admit"} 777
+ray_pageferry_hand_over_seconds_count{WorkerId="w",phase="admit"} %(count)s
+ray_pageferry_phase_seconds_total{WorkerId="w",phase="admit"} %(admit)s
+ray_pageferry_hand_over_seconds_count{WorkerId="w",phase="prefill"} %(count)s
+ray_pageferry_phase_seconds_total{WorkerId="w",phase="prefill"} %(prefill)s
+ray_pageferry_hand_over_seconds_count{WorkerId="w",phase="prefill_replica"} %(count)s
+ray_pageferry_phase_seconds_total{WorkerId="w",phase="prefill_replica"} %(replica)s
+ray_pageferry_hand_over_seconds_count{WorkerId="w",phase="submit"} %(count)s
+ray_pageferry_phase_seconds_total{WorkerId="w",phase="submit"} %(submit)s
+ray_pageferry_ttft_seconds_count{WorkerId="w"} %(count)s
+ray_pageferry_phase_seconds_total{WorkerId="w",phase="first_token"} %(first)s
 ray_pageferry_tpot_seconds_sum{WorkerId="w"} 99
 """
 
 
 def test_phases_add_up() -> None:
-    before = phases.parse(EXPORT % (1.0, 10, 2.0, 10, 5.0, 10))
-    after = phases.parse(EXPORT % (1.5, 20, 6.0, 20, 13.0, 20))
-    means = phases.difference(before, after)
-    assert means == {"admit": pytest.approx(0.05), "prefill": pytest.approx(0.4), "": pytest.approx(0.8)}
+    sums = {"admit": 1.0, "prefill": 2.0, "replica": 1.5, "submit": 1.0, "first": 5.0}
+    more = {"admit": 1.5, "prefill": 6.0, "replica": 5.0, "submit": 1.2, "first": 13.0}
+    means = phases.difference(
+        phases.parse(EXPORT % {**sums, "count": 10}), phases.parse(EXPORT % {**more, "count": 20})
+    )
+    assert means == pytest.approx(
+        {"admit": 0.05, "prefill": 0.4, "prefill_replica": 0.35, "submit": 0.02, "first_token": 0.8}
+    )
     rows = phases.rows(means, 0.9)
-    assert sum(row["mean_s"] for row in rows) == pytest.approx(0.9)
+    upto = [row for row in rows if not row["phase"].startswith("(after")]
+    assert sum(row["mean_s"] for row in upto) == pytest.approx(0.9) and len(rows) == len(upto) + 1
     assert phases.rows({}, 0.9) == []
 
 
@@ -141,7 +151,8 @@ def test_overhead_table() -> None:
         "single": [Answer(i, ttft_s=1.0 + i) for i in range(4)],
         "pageferry": [Answer(i, ttft_s=(1.0 + i) * 1.04) for i in range(4)],
     }
-    made = overhead.Made(specs, answers, {"": 1.0, "admit": 0.1}, {"single": 0.0, "pageferry": 0.1})
+    means = {"first_token": 1.0, "admit": 0.1, "prefill": 0.8, "prefill_replica": 0.7}
+    made = overhead.Made(specs, answers, means, {"single": 0.0, "pageferry": 0.1})
     report = {"plan": overhead.Plan(4), **overhead.build(made)}
     assert report["overhead"][0]["ratio"].value == pytest.approx(1.04)
     text = overhead.table(report)
