@@ -298,7 +298,7 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_cached_tokens: int  # of the prompt, found in prefill's own prefix cache
     seconds: float
-    # The token after the prompt: `EngineCoreOutputs` as MessagePack frames, not ended. []: the engine saw an end there.
+    # The token after the prompt, `EngineCoreOutputs` as MessagePack frames; ended only where the request ends with it.
     output: list[bytes] = []
 
 

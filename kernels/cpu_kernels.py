@@ -10,6 +10,7 @@ import numpy as np
 from kernels.cpu_primitives import (
     copy_bytes,
     encode_nearest,
+    encode_nearest_shift,
     encode_truncate,
     encode_truncate_shift,
     inline,
@@ -23,7 +24,7 @@ from kernels.cpu_primitives import (
 )
 from kernels.digest import BLOCK_BYTES
 
-COPY, SHIFT, TRUNCATE, NEAREST = range(4)
+COPY, SHIFT, TRUNCATE, NEAREST, NEAREST_SHIFT = range(5)
 """How a value becomes bytes: as it is, or one of the encoders."""
 
 
@@ -35,6 +36,8 @@ def _convert(address, target, count, kind, scale, shift):  # type: ignore[no-unt
         encode_truncate_shift(src, dst, shift[0], shift[1], shift[2], shift[3])
     elif kind == TRUNCATE:
         encode_truncate(src, dst, scale)
+    elif kind == NEAREST_SHIFT:
+        encode_nearest_shift(src, dst, shift[0], shift[1], shift[2], shift[3])
     else:
         encode_nearest(src, dst, scale)
 
@@ -73,10 +76,12 @@ def seal_straight(  # type: ignore[no-untyped-def]
             made = address
             if kind[layer, 0] != COPY:
                 made = base
-                for i in range(segments):
-                    at = np.uint64(i * segment)
+                alike = kind[layer, 0] == kind[layer, 1] and scale[layer, 0] == scale[layer, 1]
+                runs, run = (1, segments * segment) if alike else (segments, segment)
+                for i in range(runs):
+                    at = np.uint64(i * run)
                     kv = i & 1
-                    _convert(address + at + at, base + at, segment, kind[layer, kv], scale[layer, kv], shift[layer, kv])
+                    _convert(address + at + at, base + at, run, kind[layer, kv], scale[layer, kv], shift[layer, kv])
             total += layer_digest(made, layer_bytes, keys, layer * blocks + 1, seeds[page])
             # Next is the next layer of this page, or the first layer of the next one.
             after = page * caches.size + layer + 1
@@ -159,7 +164,7 @@ def seal_mapped(  # type: ignore[no-untyped-def]
                             bytes_out[place] = bytes_in[src_at[there, i]]
                         else:
                             words_out[place] = words_in[src_at[there, i]]
-                    elif way == NEAREST:
+                    elif way >= NEAREST:
                         bytes_out[place] = nearest_one(widen(words_in[src_at[there, i]]) / scale[layer, kv])
                     else:
                         bytes_out[place] = truncate_one(widen(words_in[src_at[there, i]]) * scale[layer, kv])

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.cpu_kernels import (
     NEAREST,
+    NEAREST_SHIFT,
     SHIFT,
     TRUNCATE,
     check_tags_32,
@@ -185,15 +186,14 @@ def _codec(src_dtype: PageDtype, wire: PageLayout) -> _Codec:
         return _Codec(kind, scale, shift)
     for layer in range(layers):
         for kv, value in enumerate((wire.k_scale(layer), wire.v_scale(layer))):
-            if wire.rounding is Rounding.NEAREST_EVEN:
-                kind[layer, kv], scale[layer, kv] = NEAREST, value
-                continue
-            kind[layer, kv], scale[layer, kv] = TRUNCATE, np.float32(1.0) / np.float32(value)
+            nearest = wire.rounding is Rounding.NEAREST_EVEN
+            kind[layer, kv] = NEAREST if nearest else TRUNCATE
+            scale[layer, kv] = value if nearest else np.float32(1.0) / np.float32(value)
             mantissa, exponent = math.frexp(value)
             power = 1 - exponent
             # Below 2^-16 a BF16 subnormal could underflow to zero and lose its sign; above 2^64 `top` would.
             if mantissa == 0.5 and -16 <= power <= 64:
-                kind[layer, kv] = SHIFT
+                kind[layer, kv] = NEAREST_SHIFT if nearest else SHIFT
                 shift[layer, kv] = (
                     0x43E0 - 128 * power,
                     0x3C80 - 128 * power,

@@ -220,6 +220,25 @@ def encode_truncate_shift(src, dst, top, edge, bias, shift):  # type: ignore[no-
 
 
 @inline
+def encode_nearest_shift(src, dst, top, edge, bias, shift):  # type: ignore[no-untyped-def]
+    """BF16 bits -> e4m3, nearest even, 1 / scale a power of two: as `encode_truncate_shift`, and with its arguments."""
+    for i in range(src.size):
+        x = src[i]
+        magnitude = _U16(x & _U16(0x7FFF))
+        clamped = min(magnitude, top)
+        cut = _U16(clamped >> _U16(4))
+        normal = _U16(_U16(_U16(_U16(clamped + _U16(7)) + _U16(cut & _U16(1))) >> _U16(4)) - bias)
+        # 5 to 15 places: at 9 and more nothing of the eight bits is left, whatever the sum.
+        right = min(_U16(shift - _U16(clamped >> _U16(7))), _U16(15))
+        full = _U16(_U16(clamped & _U16(0x7F)) | _U16(0x80))
+        half = _U16(_U16(_U16(1) << _U16(right - _U16(1))) - _U16(1))
+        subnormal = _U16(_U16(_U16(full + half) + _U16(_U16(full >> right) & _U16(1))) >> right)
+        code = _U16(subnormal if clamped < edge else normal)
+        code = _U16(code | _U16(_U16(x >> _U16(8)) & _U16(0x80)))
+        dst[i] = np.uint8(_U16(0x7F) if magnitude > _U16(0x7F80) else code)
+
+
+@inline
 def truncate_one(y):  # type: ignore[no-untyped-def]
     bits = bits_of(y)
     magnitude = _U32(bits & _U32(0x7FFFFFFF))

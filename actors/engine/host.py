@@ -438,6 +438,8 @@ class PrefillHost(_Host):
 
     async def prefill(self, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
         """Computes the ticket's prompt and seals its pages into staging. Cancelling the call aborts both."""
+        from vllm.v1.engine import EngineCoreOutputs
+
         await self.start()
         began = time.monotonic()
         request = self._decode_request(frames)
@@ -472,7 +474,7 @@ class PrefillHost(_Host):
             await self.core.add_request_async(request)
             live.in_engine = True
             self._event("prefill_started", live, ticket.request_id)
-            output = await live.done
+            output, weight_version = await live.done
         except asyncio.CancelledError:
             if live.in_engine:
                 await asyncio.shield(self._abort([request.request_id]))
@@ -491,19 +493,16 @@ class PrefillHost(_Host):
             await self._tell_transfer("release", [key])
             raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
         stats = output.prefill_stats
-        message: list[bytes] = []
-        if str(output.finish_reason) == "length":
-            from vllm.v1.engine import EngineCoreOutputs
-
-            output.finish_reason = None  # here it ends, for its client it goes on at decode
-            message = self._encode(EngineCoreOutputs(timestamp=time.monotonic()), [output], None)
+        if str(output.finish_reason) == "length" and num_tokens + 1 < self.config.model_config.max_model_len:
+            output.finish_reason = None  # this engine was asked for one token; for its client the request goes on
+        outputs = EngineCoreOutputs(timestamp=time.monotonic(), weight_version=weight_version)
         return PrefillDone(
             ticket_id=ticket.ticket_id,
             attempt=ticket.attempt,
             num_tokens=num_tokens,
             num_cached_tokens=stats.num_cached_tokens if stats else 0,
             seconds=time.monotonic() - began,
-            output=message,
+            output=self._encode(outputs, [output], None),
         )
 
     async def abort(self, ticket_ids: list[int]) -> None:
@@ -520,7 +519,7 @@ class PrefillHost(_Host):
             live.started = True
             self._condemn(output, live)
             if output.finish_reason is not None and not live.done.done():
-                live.done.set_result(output)
+                live.done.set_result((output, outputs.weight_version))
 
 
 class DecodeHost(_Host):

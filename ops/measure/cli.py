@@ -168,15 +168,20 @@ def _systems(args: argparse.Namespace, argv: list[str], spec: ClusterSpec) -> in
         visits = asyncio.run(compare.run(chosen, plan, _tokenizer(spec), say, Path(folder)))
     if found := compare.breaches(visits):
         return refuse(found)
-    made = figures.build(visits, list(titles), plan.concurrencies)
-    report |= {"plan": plan, "gate": "green", "titles": titles, "seconds": time.monotonic() - began, **made}
+    report |= {"plan": plan, "gate": "green", "titles": titles, "seconds": time.monotonic() - began}
     report["visits"] = compare.as_dict(visits)
+    args.out.mkdir(parents=True, exist_ok=True)
+    raw = args.out / "systems-raw.json"  # a quarter of an hour's work is not lost if what follows fails
+    raw.write_text(json.dumps(plain(report)))
+    made = figures.build(visits, list(titles), plan.concurrencies)
+    report |= made
     words = (
         f"Prompts of {plan.prompt_tokens} tokens, {plan.output_tokens} output tokens, greedy, {plan.rounds} rounds; "
         f"gate green ({sum(len(v.gate) for v in visits) * compare.GATE_PROMPTS} repeated answers equal, usage exact)."
     )
     path = deliver(args, "systems", report, f"{words}\n\n{figures.table(made, titles)}")
     picture.systems(made, titles, f"{report['facts']['command']}\n{facts.one_line(report['facts'])}", path)
+    raw.unlink()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,12 +68,14 @@ def per_system(visits: Sequence[Visit], system: str, concurrency: int) -> dict[s
 def ratios(visits: Sequence[Visit], a: str, b: str, concurrency: int) -> dict[str, Interval]:
     """a / b, figure by figure, paired by round."""
     ours, theirs = waves_of(visits, a, concurrency), waves_of(visits, b, concurrency)
-    return {
-        figure.key: stats.rounds_ratio(
-            [figure.samples(wave) for wave in ours], [figure.samples(wave) for wave in theirs], figure.statistic
-        )
-        for figure in FIGURES
-    }
+    found = {}
+    for figure in FIGURES:
+        samples = [figure.samples(wave) for wave in ours], [figure.samples(wave) for wave in theirs]
+        try:
+            found[figure.key] = stats.rounds_ratio(*samples, figure.statistic)
+        except (stats.NotPositive, ZeroDivisionError):  # a stream that comes in one piece has no time between tokens
+            found[figure.key] = stats.Interval(math.nan, math.nan, math.nan, len(ours))
+    return found
 
 
 def pairs_of(systems: Sequence[str]) -> list[tuple[str, str]]:

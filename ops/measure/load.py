@@ -77,6 +77,7 @@ def body_of(model: str, prompt: str, num_tokens: int, extra: dict[str, Any] | No
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "return_token_ids": True,
         **(extra or {}),
     }
 
@@ -110,7 +111,8 @@ def _take(answer: Answer, now: float, data: str) -> None:
         answer.num_output_tokens = usage["completion_tokens"]
     for choice in event.get("choices", ()):
         text, reason = choice.get("text") or "", choice.get("finish_reason") or ""
-        if not text and not reason:
+        # A token may have no text (yet): a special one, a part of a character. It is a token all the same.
+        if not text and not reason and not choice.get("token_ids"):
             continue
         if not answer.ttft_s:
             answer.ttft_s = now - answer.start_s

@@ -78,8 +78,10 @@ async def _scrape(running: Running) -> Reading:
 
 
 def difference(before: Reading, after: Reading) -> dict[str, float]:
-    """Mean seconds a request of each phase."""
-    means = {}
+    """Mean seconds a request of each phase; nothing when one of the readings is."""
+    means: dict[str, float] = {}
+    if not before:
+        return means
     for phase, (seconds, count) in after.items():
         old_seconds, old_count = before.get(phase, (0.0, 0.0))
         if count > old_count:

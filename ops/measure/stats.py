@@ -24,6 +24,8 @@ class Interval:
     num: int
 
     def text(self, digits: int = 2) -> str:
+        if math.isnan(self.value):
+            return "not defined"
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
@@ -48,9 +50,13 @@ def p95(values: Sequence[float]) -> float:
     return quantile(values, 0.95)
 
 
+class NotPositive(ValueError):
+    """A ratio of nothing, such as the time between tokens that all came in one piece."""
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     if not values or min(values) <= 0:
-        raise ValueError(f"geometric mean needs numbers above 0, got {list(values)[:5]}")
+        raise NotPositive(f"geometric mean needs numbers above 0, got {list(values)[:5]}")
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 

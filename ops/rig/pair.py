@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,7 +239,10 @@ class EnginePair:
         finally:
             del self._queues[request_id]
 
-    async def generate(self, prompt: list[int], params: Any, *, hand_over: bool = True) -> Generation:
+    async def generate(
+        self, prompt: list[int], params: Any, *, hand_over: bool = True, then: Sequence[int] = ()
+    ) -> Generation:
+        """`then`: tokens after the prompt that are out already; decode goes on behind them."""
         request_id = uuid.uuid4().hex
         made = Generation()
         if hand_over:
@@ -248,7 +251,7 @@ class EnginePair:
         else:
             ticket = msgspec.structs.replace(self.alone(request_id), num_prompt_tokens=len(prompt))
             over = None
-        async for output in self.stream(request_id, prompt, params, ticket, over):
+        async for output in self.stream(request_id, [*prompt, *then], params, ticket, over):
             made.token_ids += output.new_token_ids
             if output.new_logprobs is not None:
                 lists = output.new_logprobs

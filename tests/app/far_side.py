@@ -85,7 +85,8 @@ class FarSide:
         self.prefill_cancelled = 0
         self.prefill_fails: dict[str, Exception] = {}
         self.prefilled: list[EngineCoreRequest] = []
-        self.prefill_token: int | None = None  # what prefill samples; None: it saw an end there
+        self.prefill_token: int | None = None  # what prefill samples
+        self.prefill_finish: FinishReason | None = None
         self.prefill_gate = asyncio.Event()
         self.prefill_gate.set()
         self.hand_over_answer: Verdict | None = None
@@ -171,7 +172,9 @@ class FarSide:
             num_tokens=len(request.prompt_token_ids),
             num_cached_tokens=3,
             seconds=0.0,
-            output=[] if self.prefill_token is None else frames_of(request, self.prefill_token),
+            output=[]
+            if self.prefill_token is None
+            else frames_of(request, self.prefill_token, finish=self.prefill_finish),
         )
 
     # decode

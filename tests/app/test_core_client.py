@@ -128,16 +128,18 @@ async def test_decode_samples_the_first_token_of_what_it_could_not_continue(para
     await settled(client, far, {"r"})
 
 
-async def test_a_prefill_that_sees_an_end_leaves_the_token_to_decode() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_an_end_that_prefill_samples_is_the_end(temperature: float) -> None:
+    """Drawn once: decode asked again would make an end as rare as its probability squared."""
     far = FarSide()
+    far.prefill_token, far.prefill_finish = 2, STOP
+    far.submit_gate.clear()
     client = far.client()
-    await client.add_request_async(request())
-    d1 = far.decodes["d1"]
-    await until(lambda: "r" in d1.submitted)
-    assert d1.submitted["r"].prompt_token_ids == [*range(10)]
-    d1.emit("r", 2, finish=STOP)
-    await tokens_of(client, "r", 1)
-    await settled(client, far, {"r"})
+    await client.add_request_async(request(temperature=temperature))
+    [output] = (await asyncio.wait_for(client.get_output_async(), 5.0)).outputs
+    assert (output.request_id, output.new_token_ids, output.finish_reason) == ("r", [2], STOP)
+    await settled(client, far)
+    assert far.ends == [(1, Outcome.DONE, 1)] and not far.decodes["d1"].submitted
 
 
 async def test_a_stop_string_in_the_first_token_ends_it_before_decode_has_it() -> None:

@@ -63,6 +63,20 @@ async def test_lengths(settled: EnginePair, tokenizer: Any, num_tokens: int) -> 
     assert made.cached_tokens == (num_tokens if num_tokens > 1 else 0)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 257])
+async def test_decode_goes_on_after_prefills_own_token(settled: EnginePair, tokenizer: Any, num_tokens: int) -> None:
+    prompt = prompt_of(tokenizer, num_tokens, f"then{num_tokens}")
+    whole = await settled.generate(prompt, greedy(8))
+    await settled.decode.core.reset_prefix_cache_async()
+    rest = await settled.generate(prompt, greedy(7), then=whole.token_ids[:1])
+    assert (rest.finish_reason, len(rest.token_ids)) == ("length", 7)
+    assert rest.opened is not None and rest.opened.verdicts == {Verdict.OK: -(-num_tokens // 32)}
+    # Every position of the prompt comes from prefill; the one that is computed is the token's.
+    assert rest.opened.num_tokens == rest.cached_tokens == num_tokens
+    second = whole.token_ids[1]
+    assert abs(rest.logprobs[0].get(second, -99.0) - whole.logprobs[1][second]) < 1.0
+
+
 async def test_decode_computes_one_position(settled: EnginePair, tokenizer: Any) -> None:
     before = (await settled.decode.audit())["scheduler"]["counters"]
     await settled.generate(prompt_of(tokenizer, 300, "one"), greedy(1))
