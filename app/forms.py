@@ -89,13 +89,13 @@ def apart(request: EngineCoreRequest, ticket_id: int) -> EngineCoreRequest:
     return msgspec.structs.replace(request, cache_salt=hashlib.sha256(salt.encode()).hexdigest()[:32])
 
 
-def samples_at_prefill(request: EngineCoreRequest) -> bool:
+def samples_at_prefill(request: EngineCoreRequest, recovery: Recovery) -> bool:
     """Whether the token after this prompt may be prefill's own, out before the pages have moved.
 
     Only where decode can go on from prompt and token exactly, as after a loss, and only where it has to go on.
     """
     params = request.sampling_params
-    return params is not None and (params.max_tokens or 0) > 1 and recovery_of(request) is Recovery.RESUME
+    return params is not None and (params.max_tokens or 0) > 1 and recovery is Recovery.RESUME
 
 
 def for_prefill(request: EngineCoreRequest, samples: bool) -> EngineCoreRequest:

@@ -270,7 +270,7 @@ class Run:
             self.client.controller.hand_over(ticket.ticket_id, ticket.attempt, ticket.deadline_s)
         )
         request = self._now()
-        samples = self.family.num_sequences == 1 and forms.samples_at_prefill(request)
+        samples = self.family.num_sequences == 1 and forms.samples_at_prefill(request, self._story.recovery)
         frames = encode(forms.for_prefill(request, samples))
         try:
             done = await asyncio.wait_for(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
@@ -220,9 +220,7 @@ class FaultSpec(_Section):
     def _known(self) -> Self:
         for kind in self.kinds:
             if kind not in KINDS:
-                near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.4)
-                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(KINDS)}"
-                raise ValueError(f"kinds: {kind!r} is no kind of fault; {hint}")
+                raise ValueError(f"kinds: {kind!r} is no kind of fault; {_nearest(kind, KINDS, 'there are')}")
         return self
 
 
@@ -309,11 +307,15 @@ def _unknown_keys(section: type[BaseModel], tree: Any, prefix: str) -> Any:
     for key, value in tree.items():
         field = section.model_fields.get(str(key))
         if field is None:
-            near = difflib.get_close_matches(str(key), section.model_fields, n=1, cutoff=0.4)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(section.model_fields)}"
-            yield f"unknown key {prefix}{key}; {hint}"
+            yield f"unknown key {prefix}{key}; {_nearest(str(key), section.model_fields, 'known here', prefix)}"
         elif inner := _section_of(field.annotation):
             yield from _unknown_keys(inner, value, f"{prefix}{key}.")
+
+
+def _nearest(name: str, known: Collection[str], all_of_them: str, prefix: str = "") -> str:
+    """The way out for a name that is none of `known`: the nearest one, or all."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"did you mean {prefix}{near[0]}?" if near else f"{all_of_them}: {', '.join(known)}"
 
 
 def _explain(item: Any) -> str:

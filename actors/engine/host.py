@@ -438,8 +438,6 @@ class PrefillHost(_Host):
 
     async def prefill(self, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
         """Computes the ticket's prompt and seals its pages into staging. Cancelling the call aborts both."""
-        from vllm.v1.engine import EngineCoreOutputs
-
         await self.start()
         began = time.monotonic()
         request = self._decode_request(frames)
@@ -474,7 +472,7 @@ class PrefillHost(_Host):
             await self.core.add_request_async(request)
             live.in_engine = True
             self._event("prefill_started", live, ticket.request_id)
-            output, weight_version = await live.done
+            output, outputs = await live.done
         except asyncio.CancelledError:
             if live.in_engine:
                 await asyncio.shield(self._abort([request.request_id]))
@@ -495,7 +493,6 @@ class PrefillHost(_Host):
         stats = output.prefill_stats
         if str(output.finish_reason) == "length" and num_tokens + 1 < self.config.model_config.max_model_len:
             output.finish_reason = None  # this engine was asked for one token; for its client the request goes on
-        outputs = EngineCoreOutputs(timestamp=time.monotonic(), weight_version=weight_version)
         return PrefillDone(
             ticket_id=ticket.ticket_id,
             attempt=ticket.attempt,
@@ -519,7 +516,7 @@ class PrefillHost(_Host):
             live.started = True
             self._condemn(output, live)
             if output.finish_reason is not None and not live.done.done():
-                live.done.set_result((output, outputs.weight_version))
+                live.done.set_result((output, outputs))
 
 
 class DecodeHost(_Host):
