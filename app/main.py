@@ -13,7 +13,7 @@ from ray.serve import Application
 
 from actors.engine.replica import DecodeReplica, PrefillReplica
 from app.frontend import Frontend
-from cluster.placement import deployment_options, frontend_options
+from cluster.placement import deployment_options, frontend_options, has_prefill
 from cluster.planning.at_start import refuse_unfit_cpu_pools
 from cluster.quality import refuse_poor_quality
 from cluster.spec import ClusterSpec, SpecError
@@ -42,9 +42,3 @@ def application(spec: ClusterSpec) -> Application:
         prefill = serve.deployment(PrefillReplica, **deployment_options(spec, "prefill")).bind(tree)
     application: Application = serve.deployment(Frontend, **frontend_options(spec)).bind(tree, prefill, decode)
     return application
-
-
-def has_prefill(spec: ClusterSpec) -> bool:
-    """Whether there is a prefill pool: one with replicas now, or one that the controller may scale up."""
-    pool = spec.pools.prefill
-    return pool.replicas > 0 or (spec.scaling.mode != "off" and pool.max_replicas is not None)

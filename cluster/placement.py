@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from cluster.spec import ClusterSpec, PoolSpec
@@ -18,7 +19,7 @@ def resources(pool: PoolSpec) -> dict[str, Any]:
     A group stays on one node where it fits (STRICT_PACK up to 8 GPUs). The replica actor runs in the first bundle
     without a GPU of its own; the engine's workers take one bundle each.
     """
-    cpus, custom = pool.cpus_per_replica, dict(pool.resources)
+    cpus, custom = pool.cpus, dict(pool.resources)
     if pool.gpus_per_replica <= 1:
         options: dict[str, Any] = {"num_cpus": cpus, "resources": custom}
         if pool.gpus_per_replica:
@@ -61,3 +62,32 @@ def frontend_options(spec: ClusterSpec) -> dict[str, Any]:
         "max_surge_percent": 100,
         "ray_actor_options": {"num_cpus": spec.frontend.cpus_per_replica},
     }
+
+
+def cpus_asked(spec: ClusterSpec) -> float:
+    """CPUs that Ray must have for the whole service at its largest: every pool at its upper bound, in an update."""
+    pools = (spec.pools.prefill, spec.pools.decode)
+    parts = [
+        (deployment_options(spec, "prefill"), pools[0].bounds[1] if has_prefill(spec) else 0),
+        (deployment_options(spec, "decode"), pools[1].bounds[1]),
+        (frontend_options(spec), spec.frontend.replicas),
+    ]
+    return sum(_cpus(options) * (most + _surge(options, most)) for options, most in parts)
+
+
+def has_prefill(spec: ClusterSpec) -> bool:
+    """Whether there is a prefill pool: one with replicas now, or one that the controller may scale up."""
+    pool = spec.pools.prefill
+    return pool.replicas > 0 or (spec.scaling.mode != "off" and pool.max_replicas is not None)
+
+
+def _cpus(options: dict[str, Any]) -> float:
+    """Of one replica; a placement group reserves for all its workers."""
+    if bundles := options.get("placement_group_bundles"):
+        return float(sum(bundle.get("CPU", 0.0) for bundle in bundles))
+    return float(options["ray_actor_options"]["num_cpus"])
+
+
+def _surge(options: dict[str, Any], replicas: int) -> int:
+    """Replicas that a rolling update starts before it ends old ones."""
+    return math.ceil(replicas * float(options["max_surge_percent"]) / 100)

@@ -51,7 +51,12 @@ class PoolSpec(_Section):
     max_replicas: int | None = Field(default=None, ge=1, description="default: `replicas`")
     gpus_per_replica: int = Field(default=0, ge=0, description="0: CPU replicas")
     tensor_parallel: int = Field(default=1, ge=1)
-    cpus_per_replica: float = Field(default=1.0, ge=0)
+    cpus_per_replica: float | None = Field(
+        default=None,
+        ge=0,
+        description="CPUs that Ray reserves, and threads of a CPU engine (at least one). Default: 1 on GPUs; 0.25 on "
+        "CPU, where engines share the cores of a small machine",
+    )
     kv_dtype: KvDtype = "bfloat16"
     kv_cache_gib: float | None = Field(default=None, gt=0, description="CPU replicas: GiB of KV cache")
     weights: str | None = Field(default=None, description="checkpoint of this pool; default: model.path")
@@ -75,6 +80,13 @@ class PoolSpec(_Section):
         description="replicas that a rolling update may start before it ends old ones, percent; needs as much room. "
         "Default: 100 on CPU, 0 on GPUs, where the old replica must leave its GPUs first",
     )
+
+    @property
+    def cpus(self) -> float:
+        """CPUs a replica reserves in Ray."""
+        if self.cpus_per_replica is not None:
+            return self.cpus_per_replica
+        return 1.0 if self.gpus_per_replica else 0.25
 
     @property
     def surge(self) -> int:
@@ -196,7 +208,7 @@ class ScalingSpec(_Section):
 
 class FrontendSpec(_Section):
     replicas: int = Field(default=1, ge=1)
-    cpus_per_replica: float = Field(default=0.5, ge=0)
+    cpus_per_replica: float = Field(default=0.25, ge=0, description="CPUs that Ray reserves")
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     tool_call_parser: str | None = None

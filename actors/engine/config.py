@@ -53,7 +53,7 @@ def set_environment(spec: ClusterSpec, role: Role) -> None:
         # One thread an engine unless the pool says otherwise: with default binding two engines land on one core.
         defaults |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, int(pool.cpus_per_replica))),
+            "OMP_NUM_THREADS": str(max(1, int(pool.cpus))),
             "OMP_WAIT_POLICY": "PASSIVE",
             **KEEP_FREED_MEMORY,
         }

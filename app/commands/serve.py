@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from app.processes import MARK, end_marked, marked, sweep
-from cluster.placement import DRAIN_S
+from cluster.placement import DRAIN_S, cpus_asked
 from cluster.planning.at_start import refuse_unfit_cpu_pools
 from cluster.planning.fits import DoesNotFit
 from cluster.quality import PoorQuality, check_quality
@@ -154,7 +155,7 @@ class Service:
         if self.address is not None:
             return {"address": self.address, "log_to_driver": False}
         return {
-            "num_cpus": max(os.cpu_count() or 1, self._cpus_needed()),
+            "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus_asked(self.spec))),
             "include_dashboard": True,
             "dashboard_host": "127.0.0.1",
             "dashboard_port": self.dashboard_port,
@@ -164,12 +165,6 @@ class Service:
             "_node_ip_address": "127.0.0.1",
             "_temp_dir": str(self._temp_dir),
         }
-
-    def _cpus_needed(self) -> int:
-        """CPUs in Ray's books: a local cluster may hold more replicas than cores, twice as many in an update."""
-        pools = (self.spec.pools.prefill, self.spec.pools.decode)
-        held = sum(pool.cpus_per_replica * pool.bounds[1] * (1 + pool.surge / 100) for pool in pools)
-        return int(held + 2 * self.spec.frontend.cpus_per_replica * self.spec.frontend.replicas + 1)
 
     def _start_serve(self) -> None:
         from ray import serve

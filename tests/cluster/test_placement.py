@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from ray import serve
 
-from cluster.placement import deployment_options, frontend_options, resources
-from cluster.spec import ClusterSpec, PoolSpec
+from cluster.placement import cpus_asked, deployment_options, frontend_options, resources
+from cluster.spec import TOPOLOGIES, ClusterSpec, PoolSpec
+
+SMALLEST_MACHINE_CPUS = 2  # the README's
 
 
 def spec(**decode: Any) -> ClusterSpec:
@@ -51,3 +54,16 @@ def test_decode_leaves_when_it_is_empty_however_long_that_takes() -> None:
     assert deployment_options(spec(), "decode")["graceful_shutdown_timeout_s"] >= 24 * 3600
     tree = spec().model_dump() | {"scaling": {"drain_deadline_s": 90.0}}
     assert deployment_options(ClusterSpec.parse(tree), "decode")["graceful_shutdown_timeout_s"] == 90.0
+
+
+@pytest.mark.parametrize("topology", sorted(path.stem for path in TOPOLOGIES.glob("local-*.yaml")))
+def test_a_cpu_topology_fits_the_smallest_machine_even_while_it_is_updated(topology: str) -> None:
+    assert cpus_asked(ClusterSpec.load(topology)) <= SMALLEST_MACHINE_CPUS
+
+
+def test_asked_for_are_all_replicas_at_their_bounds_and_those_of_an_update() -> None:
+    settings = {"pools.decode.cpus_per_replica": 1.5, "pools.decode.max_replicas": 4, "pools.prefill.surge_percent": 0}
+    frontends, decode, prefill = 2 * 0.25, 2 * 4 * 1.5, 0.25
+    assert cpus_asked(ClusterSpec.load("local-cpu", settings)) == frontends + decode + prefill
+    groups = ClusterSpec.load("one-node")
+    assert cpus_asked(groups) == 2 * 4 * 0.25 + 2 * 1.0 + 2 * 1.0
