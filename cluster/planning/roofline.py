@@ -33,7 +33,8 @@ class Constants:
     memory_efficiency: share of the data-sheet bandwidth. Assumed, not fitted: what streaming kernels usually reach.
 
     Not fitted and so a fair test: GLM 5.2 decode, published 92 (INT4) and 60 (FP8) tok/s alone, 1,933 and 1,672 at 64,
-    comes out as 106, 111, 2,942 and 2,210. Expect the right order of formats and batches, not the last third of a rate.
+    comes out as 106, 111, 2,942 and 2,210: alone it puts FP8 ahead of INT4, the reverse of what was published,
+    and is off by up to 85 %. Expect the right order of batches, not of formats, and no rate.
     """
 
     layer_overhead_us: float = 95.0

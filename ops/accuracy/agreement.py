@@ -8,7 +8,6 @@ top-1 agreement, with 95 % bootstrap intervals over texts (positions of one text
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from cluster.spec import ClusterSpec
 from ops.accuracy.forcing import CLASS_PATH, forcing_params
+from ops.measure.stats import Interval, cluster_bootstrap
 from ops.rig.pair import EnginePair
 
 TOP_K = 5
@@ -34,13 +34,6 @@ class Position:
 
 
 Scores = list[list[Position]]  # per passage, per forced position
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    mean: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,35 +76,24 @@ async def score(pair: EnginePair, texts: Sequence[Passage], *, hand_over: bool, 
     return list(await asyncio.gather(*(one(text) for text in texts)))
 
 
-def bootstrap(per_text: Sequence[Sequence[float]], seed: int, rounds: int = 2000) -> Interval:
-    """Mean over all positions; 95 % interval by resampling whole texts."""
-    rng = random.Random(seed)
-    sums = [(sum(values), len(values)) for values in per_text]
-    means = []
-    for _ in range(rounds):
-        drawn = rng.choices(sums, k=len(sums))
-        means.append(sum(s for s, _ in drawn) / sum(n for _, n in drawn))
-    means.sort()
-    total = sum(s for s, _ in sums) / sum(n for _, n in sums)
-    return Interval(total, means[int(rounds * 0.025)], means[int(rounds * 0.975)])
-
-
 def compare(name: str, scores: Scores, reference: Scores, seed: int = 0) -> Agreement:
     pairs = list(zip(scores, reference, strict=True))
     return Agreement(
         name=name,
         positions=sum(len(text) for text in scores),
-        mean_abs_logprob_difference=bootstrap(
+        mean_abs_logprob_difference=cluster_bootstrap(
             [[abs(a.logprob - b.logprob) for a, b in zip(x, y)] for x, y in pairs], seed
         ),
-        mean_logprob_difference=bootstrap([[b.logprob - a.logprob for a, b in zip(x, y)] for x, y in pairs], seed),
-        top1_agreement=bootstrap([[float(a.top == b.top) for a, b in zip(x, y)] for x, y in pairs], seed),
+        mean_logprob_difference=cluster_bootstrap(
+            [[b.logprob - a.logprob for a, b in zip(x, y)] for x, y in pairs], seed
+        ),
+        top1_agreement=cluster_bootstrap([[float(a.top == b.top) for a, b in zip(x, y)] for x, y in pairs], seed),
     )
 
 
 def paired_excess(over: Scores, single: Scores, reference: Scores, seed: int = 0) -> Interval:
     """Mean of |hand-over - BF16| - |single FP8 - BF16| a position; at or below 0: hand-over is no further away."""
-    return bootstrap(
+    return cluster_bootstrap(
         [
             [abs(a.logprob - r.logprob) - abs(s.logprob - r.logprob) for a, s, r in zip(x, y, z)]
             for x, y, z in zip(over, single, reference, strict=True)

@@ -33,7 +33,7 @@ def shakespeare() -> str:
 
 def table(report: dict[str, Any]) -> str:
     def cell(interval: dict[str, float]) -> str:
-        return f"{interval['mean']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"
+        return f"{interval['value']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"
 
     per_token = report["kv_bytes_per_token"]
     lines = [

@@ -89,7 +89,7 @@ def no_op_alone(batch: int = 16) -> dict[str, Any]:
         return time.perf_counter_ns() - began
 
     pairs = [(with_calls() / steps, empty() / steps) for _ in range(200)]
-    interval = stats.paired_difference(pairs, seed=1)
+    interval = stats.paired_difference(pairs)
     return {"requests": batch, "ns_a_step": interval.value, "low": interval.low, "high": interval.high}
 
 

@@ -130,7 +130,7 @@ class Bench:
 
 
 def table(pairs: list[Pair]) -> list[dict[str, Any]]:
-    """Changes in percent, on against off, with 95 % intervals from a bootstrap over pairs."""
+    """Changes in percent, on against off, with 95 % intervals by Student's t over pairs."""
     rows = []
     for scenario in sorted({p.scenario for p in pairs}):
         for concurrency in sorted({p.concurrency for p in pairs if p.scenario == scenario}):

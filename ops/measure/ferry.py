@@ -349,7 +349,7 @@ def table(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"Share: traffic of the ferry ({TRAFFIC} bytes a wire byte: seal reads 2, writes 1; open reads 1, writes 1) a "
-        "second over that of memmove in one thread, paired; 95 % bootstrap interval. Limits count bytes of the result.",
+        "second over that of memmove in one thread, paired; 95 % interval, Student's t. Limits: bytes of the result.",
     ]
     return "\n".join(lines)
 

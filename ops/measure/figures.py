@@ -73,7 +73,7 @@ def ratios(visits: Sequence[Visit], a: str, b: str, concurrency: int) -> dict[st
         samples = [figure.samples(wave) for wave in ours], [figure.samples(wave) for wave in theirs]
         try:
             found[figure.key] = stats.rounds_ratio(*samples, figure.statistic)
-        except (stats.NotPositive, ZeroDivisionError):  # a stream that comes in one piece has no time between tokens
+        except stats.NotPositive:  # a stream that comes in one piece has no time between tokens
             found[figure.key] = stats.Interval(math.nan, math.nan, math.nan, len(ours))
     return found
 
@@ -124,7 +124,8 @@ def table(figures: dict[str, Any], titles: dict[str, str]) -> str:
         lines.append(f"| {row['concurrency']} | {row['a']} / {row['b']} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Ratios: tok/s above 1 is faster; TTFT and TPOT below 1 is faster. Brackets: 95 % bootstrap interval.",
+        "Ratios: tok/s above 1 is faster; TTFT and TPOT below 1 is faster. Brackets: 95 % interval, Student's t on the "
+        f"log ratios of {figures['ratios'][0][FIGURES[0].key].num} rounds.",
     ]
     lines += ["", "| system | answers after s | memory GiB | idle cores | others used at most, cores |"]
     lines.append("|---|---:|---:|---:|---:|")

@@ -145,4 +145,4 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"| {row['title']} | {row['ratio'].text(3)} | {cell} |")
     lines += ["", "| phase of pageferry's first token | mean ms |", "|---|---:|"]
     lines += [f"| {row['phase']} | {row['mean_s'] * 1e3:.1f} |" for row in report["phases"]]
-    return "\n".join([*lines, "", "Brackets: 95 % bootstrap interval over turns.", warning(report["foreign_cpu"])])
+    return "\n".join([*lines, "", "Brackets: 95 % interval, Student's t over turns.", warning(report["foreign_cpu"])])

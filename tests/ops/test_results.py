@@ -1,0 +1,72 @@
+"""Figures that are committed with raw data can be computed from it.
+
+1. Ratios of the system benchmark, and of the time to first token, come out of the raw rounds and turns as printed.
+2. The survival table comes out of the recorded runs as printed.
+3. Every results page names its command and a commit, and either a raw file beside it or that none was kept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.measure import stats
+from ops.survival import report
+
+RESULTS = Path(__file__).parents[2] / "ops" / "results"
+COLUMNS = [("ttft_s", stats.p50), ("ttft_s", stats.p95), ("tpot_s", stats.p50), ("tpot_s", stats.p95)]
+
+
+def raw(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return found
+
+
+def test_ratios_of_the_systems_are_those_of_the_rounds() -> None:
+    page, report = (RESULTS / "bench-systems.md").read_text(), raw("bench-systems.json")
+
+    def rounds(system: str, concurrency: str) -> list[dict[str, Any]]:
+        visits = sorted((v for v in report["visits"] if v["system"] == system), key=lambda v: int(v["round"]))
+        return [visit["waves"][concurrency] for visit in visits]
+
+    rows = re.findall(r"\| (\d+) \| (\S+) / (\S+) \| (.*) \|", page)
+    assert len(rows) == 12
+    for concurrency, a, b, printed in rows:
+        ours, theirs = rounds(a, concurrency), rounds(b, concurrency)
+        found = [stats.paired_ratio([(x["tokens_per_s"], y["tokens_per_s"]) for x, y in zip(ours, theirs)])]
+        for key, statistic in COLUMNS:
+            found.append(stats.rounds_ratio([x[key] for x in ours], [y[key] for y in theirs], statistic))
+        assert printed.split(" | ") == [interval.text() for interval in found], (a, b, concurrency)
+
+
+def test_the_overhead_is_that_of_the_turns() -> None:
+    page, report = (RESULTS / "bench-overhead.md").read_text(), raw("bench-overhead.json")
+    ours = report["systems"]["pageferry"]["ttft_s"]
+    for name in ("vllm-fp8", "vllm-bf16"):
+        system = report["systems"][name]
+        pairs = list(zip(ours, system["ttft_s"]))
+        difference = stats.paired_difference(pairs)
+        low, high = difference.low * 1e3, difference.high * 1e3
+        row = f"| {system['title']} | {stats.paired_ratio(pairs).text(3)} | {difference.value * 1e3:.1f} "
+        assert f"{row}[{low:.1f}, {high:.1f}] |" in page
+
+
+def test_the_survival_table_is_that_of_the_runs() -> None:
+    page = (RESULTS / "survival.md").read_text()
+    assert report.table(report.read(RESULTS / "survival.jsonl")) in page
+
+
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.name)
+def test_a_page_says_where_its_figures_come_from(page: Path) -> None:
+    if page.name == "README.md":
+        return
+    text = page.read_text()
+    assert re.search(r"`pageferry |`python -m |    pageferry |    python -m ", text), "no command"
+    assert re.search(r"[Cc]ommits?:? [0-9a-f]{7}", text), "no commit"
+    stored = {file.name for file in RESULTS.rglob("*") if file.suffix in (".json", ".jsonl")}
+    named = [name for name in stored if name in text or (RESULTS / f"{page.stem}.json").name in stored]
+    assert named or re.search(r"no raw file|were not kept|was not kept|not kept", text, re.IGNORECASE), "no raw file"
