@@ -3,19 +3,25 @@
     from app.client import Client
     with Client("http://127.0.0.1:8000") as client:
         print(client.chat("Name three fruits.", max_tokens=40).text)
-        with client.stream_chat("Count to ten.") as stream:
-            for delta in stream:
-                print(delta.text, end="")
+        for delta in client.stream_chat("Count to ten."):
+            print(delta.text, end="")
 
-Leaving the `with` block of a stream before its end cancels the request on the service. Options of a call are fields of
-the OpenAI API and are passed on as they are.
+A stream is a context manager too: leaving its `with` block before the end, or `close`, cancels the request on the
+service. Options of a call are fields of the OpenAI API and are passed on as they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -169,6 +175,71 @@ def _raise_for(reply: Reply, body: bytes) -> None:
     raise _error(reply.status, message, float(retry_after) if retry_after else None, kind)
 
 
+class DeltaStream:
+    """Deltas as they come: iterate over it, or over what `with` gives. The request is sent when either begins."""
+
+    def __init__(self, deltas: AbstractContextManager[Iterator[Delta]]) -> None:
+        self._context = deltas
+        self._stack = ExitStack()
+        self._deltas: Iterator[Delta] | None = None
+
+    def __enter__(self) -> Self:
+        if self._deltas is None:
+            self._deltas = self._stack.enter_context(self._context)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        deltas = self.__enter__()._deltas
+        assert deltas is not None
+        try:
+            return next(deltas)
+        except BaseException:  # its end, or an error: nothing comes after either
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended."""
+        self._stack.close()
+
+
+class AsyncDeltaStream:
+    """As `DeltaStream`, with `async for` and `async with`."""
+
+    def __init__(self, deltas: AbstractAsyncContextManager[AsyncIterator[Delta]]) -> None:
+        self._context = deltas
+        self._stack = AsyncExitStack()
+        self._deltas: AsyncIterator[Delta] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._deltas is None:
+            self._deltas = await self._stack.enter_async_context(self._context)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        deltas = (await self.__aenter__())._deltas
+        assert deltas is not None
+        try:
+            return await anext(deltas)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
 class _Named:
     """The model's name: given, or asked for once."""
 
@@ -213,15 +284,11 @@ class Client(_Named):
     def complete(self, prompt: Prompt, **options: Any) -> Completion:
         return _completion(self.request("POST", "/v1/completions", _prompt_body(self.model, prompt, options)))
 
-    @contextmanager
-    def stream_chat(self, messages: Messages, **options: Any) -> Iterator[Iterator[Delta]]:
-        with self._stream("/v1/chat/completions", _chat_body(self.model, messages, options)) as deltas:
-            yield deltas
+    def stream_chat(self, messages: Messages, **options: Any) -> DeltaStream:
+        return DeltaStream(self._stream("/v1/chat/completions", _chat_body(self.model, messages, options)))
 
-    @contextmanager
-    def stream_complete(self, prompt: Prompt, **options: Any) -> Iterator[Iterator[Delta]]:
-        with self._stream("/v1/completions", _prompt_body(self.model, prompt, options)) as deltas:
-            yield deltas
+    def stream_complete(self, prompt: Prompt, **options: Any) -> DeltaStream:
+        return DeltaStream(self._stream("/v1/completions", _prompt_body(self.model, prompt, options)))
 
     def status(self) -> dict[str, Any]:
         return self.request("GET", "/status")
@@ -259,7 +326,7 @@ class Client(_Named):
 
 
 class AsyncClient(_Named):
-    """The same calls with `await`; streams with `async with` and `async for`."""
+    """The same calls with `await`; streams with `async for` or `async with`."""
 
     def __init__(self, target: Any, *, model: str | None = None, api_key: str | None = None, timeout_s: float = 600.0):
         super().__init__(model)
@@ -289,17 +356,11 @@ class AsyncClient(_Named):
         body = _prompt_body(await self.model(), prompt, options)
         return _completion(await self.request("POST", "/v1/completions", body))
 
-    @asynccontextmanager
-    async def stream_chat(self, messages: Messages, **options: Any) -> AsyncIterator[AsyncIterator[Delta]]:
-        body = _chat_body(await self.model(), messages, options)
-        async with self._stream("/v1/chat/completions", body) as deltas:
-            yield deltas
+    def stream_chat(self, messages: Messages, **options: Any) -> AsyncDeltaStream:
+        return AsyncDeltaStream(self._stream("/v1/chat/completions", lambda m: _chat_body(m, messages, options)))
 
-    @asynccontextmanager
-    async def stream_complete(self, prompt: Prompt, **options: Any) -> AsyncIterator[AsyncIterator[Delta]]:
-        body = _prompt_body(await self.model(), prompt, options)
-        async with self._stream("/v1/completions", body) as deltas:
-            yield deltas
+    def stream_complete(self, prompt: Prompt, **options: Any) -> AsyncDeltaStream:
+        return AsyncDeltaStream(self._stream("/v1/completions", lambda m: _prompt_body(m, prompt, options)))
 
     async def status(self) -> dict[str, Any]:
         return await self.request("GET", "/status")
@@ -316,8 +377,9 @@ class AsyncClient(_Named):
         return found
 
     @asynccontextmanager
-    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[AsyncIterator[Delta]]:
-        async with self._transport.open("POST", path, {**body, "stream": True}) as (reply, chunks):
+    async def _stream(self, path: str, body: Callable[[str], dict[str, Any]]) -> AsyncIterator[AsyncIterator[Delta]]:
+        streamed = {**body(await self.model()), "stream": True}
+        async with self._transport.open("POST", path, streamed) as (reply, chunks):
             if reply.status >= 400:
                 _raise_for(reply, b"".join([chunk async for chunk in chunks]))
             yield self._read(chunks)

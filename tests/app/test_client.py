@@ -136,6 +136,21 @@ def test_a_stream_of_deltas(url: str) -> None:
     assert (deltas[2].index, deltas[2].usage) == (-1, Usage(5, 2, None))
 
 
+def test_a_stream_needs_no_with_block(url: str) -> None:
+    with Client(url, model="m") as client:
+        assert [delta.text for delta in client.stream_chat("Hello")] == ["one ", "two", ""]
+        CANCELLED.clear()
+        stream = client.stream_chat("Hello", user="endless")
+        assert next(stream).text == "one "
+        stream.close()
+        assert CANCELLED.wait(5)
+
+
+async def test_an_async_stream_needs_no_with_block(url: str) -> None:
+    async with AsyncClient(url) as client:
+        assert [delta.text async for delta in client.stream_chat("Hello")] == ["one ", "two", ""]
+
+
 def test_leaving_a_stream_cancels_it(url: str) -> None:
     CANCELLED.clear()
     with Client(url, model="m") as client, client.stream_chat("Hello", user="endless") as stream:
