@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextvars import Context
 from typing import Any
@@ -32,21 +31,25 @@ from app.ports import ControllerGone, ReplicaGone
 
 logger = logging.getLogger("pageferry.frontend")
 
+APPEAR_S = 10.0  # how long a call waits for a replica that Serve has not announced to this process yet
+ASK_S = 60.0  # a question to an engine, or a setting for it, waits for the step under way and may read a file
 CONTROLLER_AWAY_S = 15.0  # a controller that died is back in a few seconds; requests wait that long for it
 
 
 class RemoteController:
     """Calls that find the controller away look it up again and repeat; every one of them is idempotent."""
 
-    def __init__(self, find: Callable[[], Any], frontend_id: str) -> None:
+    def __init__(self, find: Callable[[], Any], frontend_id: str, cancel: Callable[[Any], None] = ray.cancel) -> None:
         self._find = find
+        self._cancel = cancel  # what ends a call under way
         self._actor: Any = None
         self._frontend_id = frontend_id
         self._stamp = 0  # of the last heartbeat's reply: tells the controller what we knew when we sent the next one
         self._lost_calls: set[asyncio.Task[None]] = set()
 
     async def _call(self, method: str, *args: Any, patience_s: float = CONTROLLER_AWAY_S) -> Any:
-        until = time.monotonic() + patience_s
+        clock = asyncio.get_running_loop().time
+        until = clock() + patience_s
         pause_s = 0.05
         while True:
             try:
@@ -57,17 +60,16 @@ class RemoteController:
                 if isinstance(error, RayTaskError):
                     raise
                 self._actor = None
-                if time.monotonic() + pause_s > until:
+                if clock() + pause_s > until:
                     raise ControllerGone(f"the controller is away: {error}".splitlines()[0]) from error
             await asyncio.sleep(pause_s)
             pause_s = min(1.0, pause_s * 2)
 
-    @staticmethod
-    async def _await(ref: Any) -> Any:
+    async def _await(self, ref: Any) -> Any:
         try:
             return await ref
         except asyncio.CancelledError:
-            ray.cancel(ref)
+            self._cancel(ref)
             raise
 
     async def admit(self, request: AdmitRequest) -> Ticket | Busy:
@@ -169,7 +171,9 @@ class _Pool:
     async def _call(self, name: str, replica_id: ReplicaId, *args: Any) -> Any:
         # Serve gives every call on behalf of one HTTP request that request's id, and its router keeps waiting calls by
         # id: of two at once, to two replicas, one waits for ever. In an empty context each has an id of its own.
-        response = Context().run(self._method(name, replica_id).remote, *args)
+        method = self._method(name, replica_id)
+        await directory.wait_until_known(self.name, replica_id, APPEAR_S)
+        response = Context().run(method.remote, *args)
         try:
             return await response
         except asyncio.CancelledError:
@@ -187,18 +191,21 @@ class _Pool:
 
     async def utility(self, method: str, args: list[Any]) -> list[Any]:
         live = sorted(directory.live(self.name))
-        if not live:  # the router has not been asked yet: any replica will do
-            return [await self._handle.options(method_name="utility").remote(method, args)]
-        return list(await asyncio.gather(*(self._call("utility", replica, method, args) for replica in live)))
+        async with asyncio.timeout(ASK_S):
+            if not live:  # the router has not been asked yet: any replica will do
+                return [await self._handle.options(method_name="utility").remote(method, args)]
+            return list(await asyncio.gather(*(self._call("utility", replica, method, args) for replica in live)))
 
     async def audit(self, replica_id: ReplicaId) -> dict[str, Any]:
-        found: dict[str, Any] = await self._call("audit", replica_id)
+        async with asyncio.timeout(ASK_S):
+            found: dict[str, Any] = await self._call("audit", replica_id)
         return found
 
     async def fault(
         self, replica_id: ReplicaId, kind: str, trial: int, target: str | int, more: float
     ) -> dict[str, Any]:
-        done: dict[str, Any] = await self._call("fault", replica_id, kind, trial, target, more)
+        async with asyncio.timeout(ASK_S):
+            done: dict[str, Any] = await self._call("fault", replica_id, kind, trial, target, more)
         return done
 
 
@@ -221,7 +228,9 @@ class RemoteDecode(_Pool):
         await self._call("abort", replica_id, self._frontend_id, engine_ids)
 
     async def outputs(self, replica_id: ReplicaId) -> AsyncIterator[list[bytes]]:
-        response = self._method("outputs", replica_id, stream=True).remote(self._frontend_id)
+        method = self._method("outputs", replica_id, stream=True)
+        await directory.wait_until_known(self.name, replica_id, APPEAR_S)
+        response = method.remote(self._frontend_id)
         try:
             async for frames in response:
                 yield frames

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from ray.serve.context import _get_serve_request_context, _RequestContext, _serve_request_context
 
+from app import directory, remote
+from app.ports import ReplicaGone
 from app.remote import RemoteDecode
 
 
 class Handle:
     """Notes on whose behalf Serve would think that a call is made."""
+
+    deployment_name = "Decode"
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, str]] = []
@@ -29,6 +34,12 @@ class Handle:
         return Method()
 
 
+@pytest.fixture(autouse=True)
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_replicas", {})
+    directory.update("Decode", directory.Replicas(live=frozenset({"d1", "d2"})))
+
+
 async def test_calls_of_one_http_request_have_ids_of_their_own() -> None:
     """Serve's router keeps waiting calls by the id in the request context: two with one id would be mixed up."""
     handle = Handle()
@@ -40,3 +51,22 @@ async def test_calls_of_one_http_request_have_ids_of_their_own() -> None:
         _serve_request_context.reset(token)
     assert answers == [{"asked": "d1"}, {"asked": "d2"}]
     assert handle.calls == [("audit", "d1", ""), ("audit", "d2", "")], "an empty id makes Serve draw a fresh one"
+
+
+async def test_a_call_to_a_replica_that_serve_does_not_know_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "APPEAR_S", 0.02)
+    handle = Handle()
+    decode = RemoteDecode(handle, "f")
+    with pytest.raises(ReplicaGone, match="new"):
+        await decode.abort("new", ["x"])
+    with pytest.raises(ReplicaGone, match="new"):
+        await anext(aiter(decode.outputs("new")))
+    assert handle.calls == []
+
+
+async def test_a_call_waits_until_serve_knows_the_replica() -> None:
+    decode = RemoteDecode(Handle(), "f")
+    waiting = asyncio.ensure_future(decode.audit("new"))
+    await asyncio.sleep(0.01)
+    directory.update("Decode", directory.Replicas(live=frozenset({"d1", "new"})))
+    assert await asyncio.wait_for(waiting, 5) == {"asked": "new"}

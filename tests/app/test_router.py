@@ -27,13 +27,13 @@ def replica(name: str) -> Any:
 
 
 def pending(name: str) -> PendingRequest:
-    metadata = RequestMetadata(request_id="r", internal_request_id="i", session_id=name)
+    metadata = RequestMetadata(request_id="r", internal_request_id=f"of {name}", session_id=name)
     return PendingRequest(args=[], kwargs={}, metadata=metadata)
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> AddressedRouter:
-    monkeypatch.setattr(directory, "_live", {})
+    monkeypatch.setattr(directory, "_replicas", {})
     made = AddressedRouter(
         deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
     )
@@ -79,16 +79,53 @@ async def test_a_dead_replica_fails_the_call_at_once(made: AddressedRouter) -> N
     assert isinstance(request.future.exception(), ReplicaGone), "and stays dead"
 
 
-async def test_a_replica_that_serve_has_not_announced_yet_is_waited_for(
-    made: AddressedRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_to_an_unknown_replica_never_waits_in_the_router(made: AddressedRouter) -> None:
+    """All routers of a process share one event loop: what waits in it holds up every call to every replica."""
+    made.update_replicas([replica("old")])
+    loop = asyncio.get_running_loop()
+    unknown = [asyncio.ensure_future(made._choose_replica_for_request(pending(f"new{n}"))) for n in range(12)]
+    began = loop.time()
+    found = await asyncio.wait_for(made._choose_replica_for_request(pending("old")), 5)
+    assert found.replica_id.unique_id == "old"
+    for answer in await asyncio.wait_for(asyncio.gather(*unknown, return_exceptions=True), 5):
+        assert isinstance(answer, ReplicaGone)
+    assert loop.time() - began < 1
+
+
+async def test_a_replica_that_serve_has_not_announced_yet_is_waited_for_outside(made: AddressedRouter) -> None:
     made.update_replicas([replica("a")])
-    chosen, request = await choose(made, "new")
-    assert chosen == [] and not request.future.done()
-    monkeypatch.setattr(router, "APPEAR_S", -1.0)
-    _, request = await choose(made, "new")
-    with pytest.raises(ReplicaGone, match="has not known it"):
-        await request.future
+    waiting = asyncio.ensure_future(directory.wait_until_known("Decode", "new", 30))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    # From a thread of Serve's, as its routers do.
+    await asyncio.to_thread(made.update_replicas, [replica("a"), replica("new")])
+    await asyncio.wait_for(waiting, 5)
+    await directory.wait_until_known("Decode", "a", 0)
+    made.update_replicas([replica("a")])
+    await directory.wait_until_known("Decode", "new", 0)  # it is leaving: what is its own still reaches it
+
+
+async def test_waiting_for_a_replica_ends(made: AddressedRouter) -> None:
+    made.update_replicas([replica("a"), replica("b")])
+    with pytest.raises(ReplicaGone, match="new is gone: Serve has not known it"):
+        await directory.wait_until_known("Decode", "new", 0.02)
+    waiting = asyncio.ensure_future(directory.wait_until_known("Decode", "c", 30))
+    await asyncio.sleep(0)
+    made.on_replica_actor_died(ReplicaID(unique_id="c", deployment_id=DEPLOYMENT))
+    with pytest.raises(ReplicaGone, match="c is gone: it died"):
+        await asyncio.wait_for(waiting, 5)
+    assert not directory._waiting
+
+
+async def test_a_full_replica_does_not_stop_the_event_loop(made: AddressedRouter) -> None:
+    """Serve asks again and again while the one choice cannot take the call."""
+    full = replica("full")
+    full.max_ongoing_requests = 0
+    made.update_replicas([full])
+    waiting = asyncio.ensure_future(made._choose_replica_for_request(pending("full")))
+    await asyncio.wait_for(asyncio.sleep(0.05), 5)
+    full.max_ongoing_requests = 10
+    assert (await asyncio.wait_for(waiting, 10)).replica_id.unique_id == "full"
 
 
 async def test_the_routing_loop_delivers_and_refuses(made: AddressedRouter) -> None:
