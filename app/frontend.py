@@ -6,7 +6,6 @@ vLLM is imported when a replica starts, not when this module is: whoever deploys
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,12 +16,8 @@ from actors.nouns import Role
 from app import directory
 from app.asgi import call
 from app.audit import whole_audit
+from app.rpc.controller_loops import ControllerLoops
 from cluster.spec import ClusterSpec
-
-logger = logging.getLogger("pageferry.frontend")
-
-HEARTBEAT_EVERY_S = 1.0
-ORDERS_S = 10.0
 
 
 @serve.ingress()
@@ -43,7 +38,9 @@ class Frontend:
         self._has_prefill = prefill is not None
         self._loop = asyncio.get_running_loop()
         await self._start_server()
-        self._tasks = [asyncio.create_task(work) for work in (self._heartbeat_loop(), self._orders_loop())]
+        hung_s = 2 * spec.admission.fence_after_s
+        self._loops = ControllerLoops(self.controller, self.client, spec.model_dump_json(), hung_s)
+        self._loops.start()
         directory.watch(self._replicas_changed)
 
     async def _start_server(self) -> None:
@@ -94,6 +91,8 @@ class Frontend:
     async def check_health(self) -> None:
         if self.llm.errored:
             raise RuntimeError("vLLM's output handler has stopped")
+        if reason := self._loops.standing_still():
+            raise RuntimeError(reason)
 
     async def status(self) -> dict[str, Any]:
         return await self.controller.status()
@@ -121,6 +120,8 @@ class Frontend:
 
     async def _missing(self) -> str:
         """Why no request can be served now; "" when one can."""
+        if reason := self._loops.standing_still():
+            return reason
         try:
             status = await asyncio.wait_for(self.controller.status(), 3.0)
         except Exception as error:
@@ -131,55 +132,14 @@ class Frontend:
                 return f"no {pool} replica has joined"
         return ""
 
-    # -- background
-
-    async def _heartbeat_loop(self) -> None:
-        """Says which tickets live here; a controller that has come back asks for all that is known of them."""
-        epoch = 0
-        hung_s = 2 * self.spec.admission.fence_after_s
-        while True:
-            await asyncio.sleep(HEARTBEAT_EVERY_S)
-            try:
-                reply = await asyncio.wait_for(self.controller.heartbeat(self.client.live_tickets()), hung_s)
-                if reply.epoch != epoch:
-                    await self.controller.configure(self.spec.model_dump_json())
-                    epoch = reply.epoch
-                if not reply.known:
-                    await self.controller.adopt(self.client.claims())
-                for order in reply.orders:
-                    self.client.obey(order)
-            except TimeoutError:
-                logger.error("the controller has not answered for %g s: it is started again", hung_s)
-                self.controller.restart()
-            except Exception as error:
-                logger.warning("controller: %s", error)
-
-    async def _orders_loop(self) -> None:
-        """A long poll: a replica that dies or leaves is heard of at once."""
-        while True:
-            try:
-                for order in await self.controller.orders(ORDERS_S):
-                    self.client.obey(order)
-            except Exception as error:
-                logger.warning("controller: %s", error)
-                await asyncio.sleep(HEARTBEAT_EVERY_S)
-
     def _replicas_changed(self, deployment: str, live: frozenset[str], left: frozenset[str]) -> None:
         """Called from the thread of Serve's router."""
         if left:
-            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._leaving(left)))
-
-    async def _leaving(self, replicas: frozenset[str]) -> None:
-        for replica_id in replicas:
-            try:
-                await self.controller.replica_leaving(replica_id)
-            except Exception as error:
-                logger.warning("controller: %s", error)
-            self.client.replica_leaving(replica_id)
+            self._loop.call_soon_threadsafe(self._loops.replicas_left, left)
 
     async def __del__(self) -> None:
-        for task in getattr(self, "_tasks", ()):
-            task.cancel()
+        if (loops := getattr(self, "_loops", None)) is not None:
+            loops.stop()
         if (llm := getattr(self, "llm", None)) is not None:
             llm.shutdown()
             await self.client.drained(5.0)
