@@ -10,6 +10,8 @@ import importlib
 import sys
 from typing import NamedTuple
 
+from cluster import json_output
+
 
 class Command(NamedTuple):
     module: str
@@ -44,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     if command is None:
         print(f"pageferry: no command {args[0]!r}\n\n{usage()}", file=sys.stderr, end="")
         return 2
-    run = importlib.import_module(command.module).main
-    return int(run(args[1:]))
+    module = command.module
+    return json_output.run(lambda rest: int(importlib.import_module(module).main(rest)), args[1:])
 
 
 if __name__ == "__main__":

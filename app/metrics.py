@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cluster.metrics import Emitter
-
-PHASES = ("admit", "prefill", "prefill_replica", "hand_over", "submit")
+from cluster.metrics import FRONTEND, PHASES, Emitter
 
 
 def observer(backend: Any = None) -> Callable[[str, float, dict[str, str]], None]:
@@ -17,6 +15,7 @@ def observer(backend: Any = None) -> Callable[[str, float, dict[str, str]], None
 
         backend = metrics
     emit = Emitter(backend)
+    emit.zero(FRONTEND)
 
     def observe(name: str, value: float, labels: dict[str, str]) -> None:
         if name in PHASES:

@@ -1,150 +1,153 @@
-"""Every Prometheus metric of the product: name, kind, labels, help, in one table.
+"""Every Prometheus metric of the product: name, kind, labels with their values, help, in one table.
 
 They are exported through Ray (`ray.util.metrics`), so Prometheus sees them as `ray_<name>`. This module knows the
 table only; a process hands its metrics backend to `Emitter`.
+
+A series that appears with its first event has no earlier value, so `increase()` misses that event. Each process
+therefore calls `Emitter.zero` for what it emits when it starts, and for each replica and node when that appears.
+Histograms are the exception: Ray has no way to export an empty one.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
+Values = Sequence[str] | None  # None: open, such as a replica's name
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 
+POOLS = ("prefill", "decode")
+OUTCOMES = ("done", "cancelled", "failed")
+VERDICTS = ("ok", "mismatch", "missing", "stale", "wrong_layout")
+LIVE_STATES = ("admitted", "prefilling", "sealed", "moving", "verified", "recomputing", "decoding")
+PHASES = ("admit", "prefill", "prefill_replica", "hand_over", "submit")
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
+    """One metric. `values` holds for each label all of its values, or None when they are not known beforehand."""
+
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
+    values: tuple[Values, ...] = ()
     boundaries: tuple[float, ...] = ()
 
+    @property
+    def open_labels(self) -> set[str]:
+        return {label for label, values in zip(self.labels, self.values) if values is None}
 
-TABLE: tuple[Metric, ...] = (
-    # frontend
-    Metric("pageferry_requests_total", "counter", "Requests that have ended, by outcome", ("outcome",)),
-    Metric("pageferry_busy_total", "counter", "Requests answered with 429 or 503 because there was no room"),
-    Metric("pageferry_ttft_seconds", "histogram", "Arrival at the frontend to the first token", (), SECONDS),
-    Metric(
-        "pageferry_tpot_seconds",
-        "histogram",
-        "Mean time between the tokens of a request, after the first",
-        (),
-        TOKEN_SECONDS,
-    ),
-    Metric(
-        "pageferry_hand_over_seconds",
-        "histogram",
+    def series(self, known: dict[str, str]) -> list[dict[str, str]]:
+        """Every label set, given the values of its open labels (and of others, which it is then limited to)."""
+        choices = [
+            (known[label],) if label in known else values or () for label, values in zip(self.labels, self.values)
+        ]
+        return [dict(zip(self.labels, chosen)) for chosen in itertools.product(*choices)]
+
+
+def counter(name: str, help: str, **labels: Values) -> Metric:
+    return Metric(f"pageferry_{name}_total", "counter", help, tuple(labels), tuple(labels.values()))
+
+
+def gauge(name: str, help: str, **labels: Values) -> Metric:
+    return Metric(f"pageferry_{name}", "gauge", help, tuple(labels), tuple(labels.values()))
+
+
+def histogram(name: str, help: str, boundaries: tuple[float, ...], **labels: Values) -> Metric:
+    return Metric(f"pageferry_{name}_seconds", "histogram", help, tuple(labels), tuple(labels.values()), boundaries)
+
+
+def engine(name: str, help: str, kind: Kind = "counter") -> Metric:
+    """A number of `Heartbeat.counters`: there it is called `name`."""
+    make = counter if kind == "counter" else gauge
+    return make(f"engine_{name}", help, pool=POOLS, replica=None)
+
+
+FRONTEND = (
+    counter("requests", "Requests that have ended, by outcome", outcome=OUTCOMES),
+    counter("busy", "Requests answered with 429 or 503 because there was no room"),
+    histogram("ttft", "Arrival at the frontend to the first token", SECONDS),
+    histogram("tpot", "Mean time between the tokens of a request, after the first", TOKEN_SECONDS),
+    histogram(
+        "hand_over",
         "Time of a request's way to decode by phase: admit (waiting for a ticket), prefill (computing and sealing), "
         "prefill_replica (what of that is spent in the replica), hand_over (waiting for the proof after prefill), "
         "submit (the call to decode)",
-        ("phase",),
         SECONDS,
+        phase=PHASES,
     ),
-    Metric(
-        "pageferry_phase_seconds_total",
-        "counter",
+    counter(
+        "phase_seconds",
         "Seconds spent in those phases and up to the first token (first_token), exact: Ray exports a histogram's sum "
         "from the middles of its buckets",
-        ("phase",),
+        phase=(*PHASES, "first_token"),
     ),
-    Metric("pageferry_replicas_lost_total", "counter", "Times a request lost its replica, by role", ("role",)),
-    Metric("pageferry_resumed_total", "counter", "Streams continued on another decode replica"),
-    Metric(
-        "pageferry_page_integrity_retries_total",
-        "counter",
+    counter("replicas_lost", "Times a request lost its replica, by role", role=POOLS),
+    counter("resumed", "Streams continued on another decode replica"),
+    counter(
+        "page_integrity_retries",
         "Requests run again elsewhere from their tokens so far because a page in their block table was not their own",
     ),
-    Metric(
-        "pageferry_page_integrity_errors_total",
-        "counter",
+    counter(
+        "page_integrity_errors",
         "Requests that ended as page_integrity_error: a page in their block table was not their own",
     ),
-    Metric("pageferry_output_tokens_total", "counter", "Tokens passed on to clients"),
-    # controller
-    Metric("pageferry_tickets", "gauge", "Tickets in flight, by state", ("state",)),
-    Metric("pageferry_tickets_ended_total", "counter", "Tickets that have ended, by outcome", ("outcome",)),
-    Metric("pageferry_queue_requests", "gauge", "Requests waiting for a ticket"),
-    Metric("pageferry_kv_blocks", "gauge", "KV pages of a replica, by state", ("pool", "replica", "state")),
-    Metric("pageferry_kv_occupancy", "gauge", "Share of a replica's KV pages that are held", ("pool", "replica")),
-    Metric("pageferry_replicas", "gauge", "Replicas that take tickets", ("pool",)),
-    Metric("pageferry_bytes_moved_total", "counter", "Wire bytes of pages that decode has opened"),
-    Metric("pageferry_bytes_saved_total", "counter", "Bytes not moved because pages are converted before they travel"),
-    Metric("pageferry_tokens_moved_total", "counter", "Prompt tokens whose pages decode took over"),
-    Metric("pageferry_tokens_recomputed_total", "counter", "Prompt tokens that decode had to compute itself"),
-    Metric("pageferry_staging_bytes", "gauge", "Staging memory held by leases", ("node",)),
-    Metric("pageferry_pages_opened_total", "counter", "Pages that decode opened or refused", ("verdict",)),
-    Metric(
-        "pageferry_tag_mismatches_total",
-        "counter",
-        "Block tables that named a page that was not the request's own, of all replicas: alert on any",
-    ),
-    # engines, as their heartbeats say
-    Metric(
-        "pageferry_engine_tokens_opened_total", "counter", "Prompt tokens taken over from prefill", ("pool", "replica")
-    ),
-    Metric("pageferry_engine_tokens_recomputed_total", "counter", "Prompt tokens computed again", ("pool", "replica")),
-    Metric("pageferry_engine_pages_sealed_total", "counter", "Pages sealed into staging", ("pool", "replica")),
-    Metric(
-        "pageferry_engine_opens_failed_total", "counter", "Hand-overs that could not be opened", ("pool", "replica")
-    ),
-    Metric(
-        "pageferry_engine_integrity_steps_total", "counter", "Forward steps that had to be proven", ("pool", "replica")
-    ),
-    Metric(
-        "pageferry_engine_integrity_checks_total", "counter", "Steps whose tags were all checked", ("pool", "replica")
-    ),
-    Metric(
-        "pageferry_engine_integrity_steps_unproven_total",
-        "counter",
-        "Steps without a full check: alert when this grows",
-        ("pool", "replica"),
-    ),
-    Metric(
-        "pageferry_engine_integrity_rows_checked_total",
-        "counter",
-        "Requests whose tags were checked",
-        ("pool", "replica"),
-    ),
-    Metric(
-        "pageferry_engine_integrity_pages_checked_total", "counter", "Block table entries checked", ("pool", "replica")
-    ),
-    Metric(
-        "pageferry_engine_integrity_requests_ended_total",
-        "counter",
-        "Requests ended by a tag mismatch",
-        ("pool", "replica"),
-    ),
-    Metric(
-        "pageferry_engine_integrity_pages_doubted_total",
-        "counter",
-        "Pages put in doubt by a verdict",
-        ("pool", "replica"),
-    ),
-    Metric(
-        "pageferry_engine_integrity_breaches_total", "counter", "Broken laws of the page ledger", ("pool", "replica")
-    ),
-    Metric(
-        "pageferry_engine_integrity_unproven_s",
-        "gauge",
-        "Seconds since the last full check while steps ran: alert above 10",
-        ("pool", "replica"),
-    ),
-    Metric(
-        "pageferry_engine_integrity_quarantined_share",
-        "gauge",
-        "Share of the pages in quarantine: alert above 0.05",
-        ("pool", "replica"),
-    ),
-    Metric("pageferry_scale_decisions_total", "counter", "Decisions of the autoscaler", ("pool", "direction")),
+    counter("output_tokens", "Tokens passed on to clients"),
 )
 
+ENGINE = (
+    engine("tokens_opened", "Prompt tokens taken over from prefill"),
+    engine("tokens_recomputed", "Prompt tokens computed again"),
+    engine("pages_sealed", "Pages sealed into staging"),
+    engine("opens_failed", "Hand-overs that could not be opened"),
+    engine("integrity_steps", "Forward steps that had to be proven"),
+    engine("integrity_checks", "Forward steps whose proof covered every scheduled request"),
+    engine("integrity_steps_unproven", "Forward steps without a full proof: alert when this grows"),
+    engine("integrity_rows_checked", "Requests checked, summed over steps"),
+    engine("integrity_pages_checked", "Block table entries checked, summed over steps"),
+    engine("integrity_requests_ended", "Requests ended by a tag mismatch"),
+    engine("integrity_pages_doubted", "Pages put in doubt by a verdict or a broken ledger law"),
+    engine("integrity_breaches", "Broken laws of the page ledger"),
+    engine("integrity_unproven_s", "Seconds since the last full proof while steps ran: alert above 10", "gauge"),
+    engine("integrity_quarantined_share", "Share of the pages in quarantine: alert above 0.05", "gauge"),
+)
+
+CONTROLLER = (
+    gauge("tickets", "Tickets in flight, by state", state=LIVE_STATES),
+    counter("tickets_ended", "Tickets that have ended, by outcome", outcome=OUTCOMES),
+    gauge("queue_requests", "Requests waiting for a ticket"),
+    gauge(
+        "kv_blocks", "KV pages of a replica, by state", pool=POOLS, replica=None, state=("free", "held", "quarantined")
+    ),
+    gauge("kv_occupancy", "Share of a replica's KV pages that are held", pool=POOLS, replica=None),
+    gauge("replicas", "Replicas that take tickets", pool=POOLS),
+    counter("bytes_moved", "Wire bytes of pages that decode has opened"),
+    counter("bytes_saved", "Bytes not moved because pages are converted before they travel"),
+    counter("tokens_moved", "Prompt tokens whose pages decode took over"),
+    counter("tokens_recomputed", "Prompt tokens that decode had to compute itself"),
+    gauge("staging_bytes", "Staging memory held by leases", node=None),
+    counter("pages_opened", "Pages that decode opened or refused", verdict=VERDICTS),
+    counter(
+        "tag_mismatches",
+        "Block tables that named a page that was not the request's own, of all replicas: alert on any",
+    ),
+    counter(
+        "scale_decisions", "Decisions of the autoscaler to change a pool's size", pool=POOLS, direction=("up", "down")
+    ),
+    *ENGINE,
+)
+
+TABLE = (*FRONTEND, *CONTROLLER)
 BY_NAME = {metric.name: metric for metric in TABLE}
+# Running totals and gauges of one engine, by their name in `Heartbeat.counters`.
+ENGINE_COUNTERS = {m.name.removeprefix("pageferry_engine_").removesuffix("_total"): m for m in ENGINE}
 
 
 class Emitter:
@@ -157,6 +160,23 @@ class Emitter:
         self._backend = backend
         self._constant = constant_labels
         self._made: dict[str, Any] = {}
+
+    def zero(self, metrics: Sequence[Metric], **known: str) -> None:
+        """Exports 0 for every series of `metrics`; `known` says what has appeared (`replica`, with its `pool`).
+
+        Without `known` it is the series without open labels, with it only those that have all its labels.
+        """
+        for metric in metrics:
+            if metric.kind == "histogram" or not known.keys() <= set(metric.labels):
+                continue
+            if not metric.open_labels <= known.keys():
+                continue
+            for labels in metric.series(known):
+                made = self._get(metric.name, metric.kind, labels)
+                if metric.kind == "gauge":
+                    made.set(0, tags=labels)
+                else:
+                    made._record(0.0, tags=labels)  # `inc` refuses 0, and without it there is no series
 
     def count(self, name: str, value: float = 1.0, **labels: str) -> None:
         if value > 0:
@@ -175,6 +195,9 @@ class Emitter:
             raise ValueError(f"no metric {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         if metric.kind != kind or set(labels) != set(metric.labels):
             raise ValueError(f"{name} is a {metric.kind} with labels {metric.labels}, not a {kind} with {set(labels)}")
+        for label, values in zip(metric.labels, metric.values):
+            if values is not None and labels[label] not in values:
+                raise ValueError(f"{name}: {label} is one of {', '.join(values)}, not {labels[label]!r}")
         if name not in self._made:
             keys = (*metric.labels, *self._constant)
             make = {"counter": self._backend.Counter, "gauge": self._backend.Gauge}.get(kind)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster.json_output import print_json
 from cluster.planning import render
 from cluster.planning.architecture import architecture
 from cluster.planning.arguments import parser
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 def _published(args: argparse.Namespace) -> int:
     rows = published_rows()
     if args.json:
-        _print_json(
+        print_json(
             [
                 {
                     "what": r.what,
@@ -234,7 +235,7 @@ def _show(
                 name: [[f.name, f.numbers, f.result] for f in explain_pool(plan)] for name, plan in plans.items()
             }
         tree["notes"] = notes
-        _print_json(tree)
+        print_json(tree)
     else:
         _print_tables(args, plans, service, split, notes)
         if implied:
@@ -278,7 +279,7 @@ def _print_tables(
 def _check(args: argparse.Namespace, plans: dict[str, PoolPlan]) -> int:
     rows = compare_status(_status(args.check), plans, args.tolerance)
     if args.json:
-        _print_json(
+        print_json(
             [
                 {"where": r.where, "what": r.what, "planned": r.planned, "real": r.real, "off": r.off, "ok": r.ok}
                 for r in rows
@@ -304,10 +305,6 @@ def _status(where: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise PlanError(f"the status from {where} is {type(tree).__name__}, not an object")
     return tree
-
-
-def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 if __name__ == "__main__":

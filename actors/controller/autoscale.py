@@ -88,6 +88,7 @@ class Autoscaler:
         self._trend = Trend()
         self._blocks = 0.0  # of a decode replica, as last seen: also known while there is none
         self.decisions: deque[tuple[int, ScaleDecision]] = deque(maxlen=REMEMBERED)
+        self.decided: dict[Role, dict[str, int]] = {role: {"up": 0, "down": 0} for role in Role}  # since the start
 
     def configure(self, spec: ClusterSpec) -> None:
         """The platform has been told the new numbers of replicas with the rest of the configuration."""
@@ -226,6 +227,7 @@ class Autoscaler:
             else:
                 track.grown_ns = now_ns
             self.decisions.append((now_ns, decision))
+            self.decided[role]["up" if target > current else "down"] += 1
             found.append(decision)
         return found
 

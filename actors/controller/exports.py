@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.metrics import BY_NAME, Emitter
-
-VERDICT_PREFIX = "pages_"
-REPLICA_PREFIX = "pageferry_engine_"
+from cluster.metrics import CONTROLLER, ENGINE, ENGINE_COUNTERS, VERDICTS, Emitter
 
 
 class Exporter:
@@ -20,6 +17,7 @@ class Exporter:
         self._emitter = emitter
         self._last: dict[tuple[str, ...], float] = {}
         self._gauges: dict[tuple[str, str], dict[tuple[str, ...], tuple[str, dict[str, str]]]] = {}  # by replica
+        emitter.zero(CONTROLLER)
 
     def export(self, status: dict[str, Any]) -> None:
         tickets, ferry, counters = status["tickets"], status["ferry"], status["counters"]
@@ -28,13 +26,16 @@ class Exporter:
         for outcome, total in tickets["ended"].items():
             self._total("pageferry_tickets_ended_total", total, outcome=outcome)
         self._emitter.set("pageferry_queue_requests", status["queue"]["waiting"])
-        for name in ("bytes_moved", "tokens_moved", "tokens_recomputed"):
-            self._total(f"pageferry_{name}_total", ferry[name])
+        self._total("pageferry_bytes_moved_total", ferry["bytes_moved"])
+        self._total("pageferry_tokens_moved_total", ferry["tokens_moved"])
+        self._total("pageferry_tokens_recomputed_total", ferry["tokens_recomputed"])
         self._total("pageferry_bytes_saved_total", self._saved_ratio(status) * ferry["bytes_moved"])
-        for name, total in counters.items():
-            if name.startswith(VERDICT_PREFIX):
-                self._total("pageferry_pages_opened_total", total, verdict=name.removeprefix(VERDICT_PREFIX))
+        for verdict in VERDICTS:
+            self._total("pageferry_pages_opened_total", counters.get(f"pages_{verdict}", 0), verdict=verdict)
         self._total("pageferry_tag_mismatches_total", counters.get("tag_mismatch_events", 0))
+        for pool, directions in status["scaling"]["decided"].items():
+            for direction, total in directions.items():
+                self._total("pageferry_scale_decisions_total", total, pool=pool, direction=direction)
         for node, staging in status["staging"]["nodes"].items():
             self._emitter.set("pageferry_staging_bytes", staging["bytes_held"], node=node)
         here = {(pool, r["replica_id"]) for pool, each in status["pools"].items() for r in each["replicas"]}
@@ -59,14 +60,14 @@ class Exporter:
 
     def _replica(self, pool: str, replica: dict[str, Any]) -> None:
         labels = {"pool": pool, "replica": replica["replica_id"]}
+        if (pool, replica["replica_id"]) not in self._gauges:
+            self._emitter.zero(ENGINE, **labels)
         for state in ("free", "held", "quarantined"):
             self._gauge("pageferry_kv_blocks", replica[f"blocks_{state}"], state=state, **labels)
         held = replica["blocks_held"] / max(1, replica["blocks_total"])
         self._gauge("pageferry_kv_occupancy", held, **labels)
-        for name, value in replica["counters"].items():
-            metric = BY_NAME.get(f"{REPLICA_PREFIX}{name}") or BY_NAME.get(f"{REPLICA_PREFIX}{name}_total")
-            if metric is None:
-                continue  # a total of a newer or older replica in a rolling update
+        for name, metric in ENGINE_COUNTERS.items():  # what a newer or older replica says besides is left out
+            value = replica["counters"].get(name, 0)
             if metric.kind == "gauge":
                 self._gauge(metric.name, value, **labels)
             else:

@@ -98,6 +98,7 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
         "frontends": {name: round((now_ns - heard) / SECOND, 3) for name, heard in sorted(machine.frontends.items())},
         "scaling": {
             "mode": machine.spec.scaling.mode,
+            "decided": {str(role): dict(directions) for role, directions in scaler.decided.items()},
             "decisions": [
                 {
                     "s_ago": round((now_ns - when) / SECOND, 1),

@@ -32,20 +32,15 @@ from actors.nouns import PageDelta
 
 REPORTS_KEPT = 64
 
-# Running totals and gauges of one engine, as they leave it in `Heartbeat.counters`; gauges are named in GAUGES.
-COUNTERS: dict[str, str] = {
-    "integrity_steps": "Forward steps that had to be proven",
-    "integrity_checks": "Forward steps whose proof covered every scheduled request",
-    "integrity_steps_unproven": "Forward steps without a full proof: alert when this grows",
-    "integrity_rows_checked": "Requests checked, summed over steps",
-    "integrity_pages_checked": "Block table entries checked, summed over steps",
-    "integrity_requests_ended": "Requests ended by a tag mismatch",
-    "integrity_pages_doubted": "Pages put in doubt by a verdict or a broken ledger law",
-    "integrity_breaches": "Broken ledger laws",
-    "integrity_unproven_s": "Gauge: seconds since the last full proof while steps ran; alert when above 10",
-    "integrity_quarantined_share": "Gauge: share of the pages that are quarantined; kept near 0.05; alert above 0.05",
-}
-GAUGES = frozenset({"integrity_unproven_s", "integrity_quarantined_share"})
+# Totals that the tracker counts itself; the others of `ENGINE_COUNTERS` are the ledger's.
+COUNTED = (
+    "integrity_steps",
+    "integrity_checks",
+    "integrity_steps_unproven",
+    "integrity_rows_checked",
+    "integrity_pages_checked",
+    "integrity_requests_ended",
+)
 
 
 @dataclass(slots=True)
@@ -160,7 +155,7 @@ class CheckTracker:
         self.ledger: Ledger
         self.guard: PoolGuard
         self._next = IntegrityDelta()
-        self._counters = dict.fromkeys((name for name in COUNTERS if name not in GAUGES), 0)
+        self._counters = dict.fromkeys(COUNTED, 0)
         self._proven_at = time.monotonic()
         self._waiting_since = 0.0  # of the oldest step after the last full proof; 0: none
         self._reports: list[dict[str, Any]] = []

@@ -16,6 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from cluster.json_output import print_json
+
 
 def parser() -> argparse.ArgumentParser:
     make = argparse.ArgumentParser(prog="pageferry status", description="Pools, replicas, tickets, bytes of a service.")
@@ -36,7 +38,7 @@ def main(argv: list[str]) -> int:
         if args.audit:
             return _audit(fetch(args.url, "/status/audit", args.api_key), args.json)
         if args.json:
-            print(json.dumps(fetch(args.url, "/status", args.api_key), indent=2))
+            print_json(fetch(args.url, "/status", args.api_key))
             return 0
         if args.watch:
             _watch(args)
@@ -72,7 +74,7 @@ def _watch(args: argparse.Namespace) -> None:
 def _audit(found: dict[str, Any], as_json: bool) -> int:
     breaches = found.get("breaches", [])
     if as_json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     else:
         Console().print(audit_table(found))
         print("\n".join(audit_lines(found)))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.nouns import Role
+from cluster.json_output import print_json
 from cluster.planner import Roofline
 from cluster.planning.published import published_pool
 from cluster.simulate.cluster import ClusterSim
@@ -401,7 +402,10 @@ def draw(found: list[Summary], folder: Path, seconds: float = 3_600.0) -> list[P
 
 def main(args: argparse.Namespace) -> int:
     found = summaries(compare(args.repeats, record=Path(args.record) if args.record else None))
-    print(json.dumps([asdict(each) for each in found]) if args.json else table(found))
+    if args.json:
+        print_json([asdict(each) for each in found])
+    else:
+        print(table(found))
     if args.markdown:
         Path(args.markdown).parent.mkdir(parents=True, exist_ok=True)
         Path(args.markdown).write_text(table(found))

@@ -10,12 +10,12 @@ pageferry simulate scale                                      decision times wit
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from cluster.json_output import print_json
 from cluster.simulate.checkers import Verdicts, check
 from cluster.simulate.cluster import ClusterSim
 from cluster.simulate.faults import FaultKind, parse_kinds
@@ -121,7 +121,7 @@ def judge(scenario: Scenario) -> tuple[Verdicts, ClusterSim | None]:
 def _many(args: argparse.Namespace, kinds: tuple[FaultKind, ...]) -> int:
     told = run_seeds(args.seed, args.seeds, kinds, args.save)
     if args.json:
-        print(json.dumps(told))
+        print_json(told)
     else:
         print(
             f"{told['seeds']} seeds from {args.seed}, {told['faults_struck']} faults of {len(kinds)} kinds, "
@@ -158,7 +158,10 @@ def _write_markdown(path: Path, told: dict[str, Any]) -> None:
 def _one(scenario: Scenario, args: argparse.Namespace) -> int:
     found, _ = judge(scenario)
     told = found.to_dict()
-    print(json.dumps(told) if args.json else "\n".join([*found.violations, str(told)]))
+    if args.json:
+        print_json(told)
+    else:
+        print("\n".join([*found.violations, str(told)]))
     if args.plot:
         from cluster.simulate.plots import plot_run
 

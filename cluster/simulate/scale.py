@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import random
 import sys
 import time
@@ -39,6 +38,7 @@ from actors.nouns import (
     Ticket,
     Verdict,
 )
+from cluster.json_output import print_json
 from cluster.simulate.engines import LAYOUT
 from cluster.simulate.traces import Lengths, poisson
 from cluster.simulate.world import MS, SECOND
@@ -294,7 +294,10 @@ def table(told: dict[str, Any]) -> str:
 
 def main(args: argparse.Namespace) -> int:
     told = measure(args.replicas, args.rate, args.seconds, args.seed)
-    print(json.dumps(told) if args.json else table(told))
+    if args.json:
+        print_json(told)
+    else:
+        print(table(told))
     if args.markdown:
         Path(args.markdown).parent.mkdir(parents=True, exist_ok=True)
         Path(args.markdown).write_text(table(told))

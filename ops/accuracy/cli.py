@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from cluster.json_output import print_json
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 
 TEXT_PACKAGE = "aiperf==0.13.0"
@@ -82,5 +82,8 @@ def main(argv: list[str]) -> int:
         print(f"pageferry eval: {error}", file=sys.stderr)
         return 2
     report = asyncio.run(measure(spec, texts, say=lambda text: print(text, file=sys.stderr, flush=True)))
-    print(json.dumps(report, indent=1) if args.json else table(report))
+    if args.json:
+        print_json(report)
+    else:
+        print(table(report))
     return 1 if report["breaches"] else 0

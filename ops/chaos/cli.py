@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.fault_kinds import KINDS
+from cluster.json_output import print_json
+from cluster.json_output import run as run_json
 from ops.chaos.harness import Harness, spec_for
 from ops.chaos.trials import NotPlaced, Trial, run_trial
 from ops.measure import facts
@@ -175,7 +177,7 @@ def main(argv: list[str]) -> int:
     ok = whole and all(passed(row, checked) for row in rows)
     if args.json:
         report = {"check": args.check, "seed": args.seed, "trials": args.trials, "passed": ok, "kinds": rows}
-        print(json.dumps(report))
+        print_json(report)
     else:
         print(head())
         for row in rows:
@@ -185,4 +187,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_json(main, sys.argv[1:]))

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster.json_output import print_json
+from cluster.json_output import run as run_json
 from cluster.spec import ClusterSpec
 from ops.rig.pair import EnginePair
 
@@ -184,7 +186,7 @@ def main(argv: list[str]) -> int:
     args.file.write_text(json.dumps(tree, indent=1) + "\n")
     clean = not (tally.alarms or tally.breaches or tally.laws_broken or tally.steps_unproven)
     if args.json:
-        print(json.dumps(tree))
+        print_json(tree)
     else:
         for name, value in tree.items():
             print(f"{name:16} {dict(value) if isinstance(value, Counter) else value}")
@@ -193,4 +195,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_json(main, sys.argv[1:]))

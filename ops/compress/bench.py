@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cluster.json_output import print_json
 from ops.compress.families import choose, family_of
 from ops.compress.plan import Options, Plan, make_plan
 from ops.compress.run import default_workers
@@ -227,5 +228,5 @@ def main(argv: list[str]) -> int:
     print(hardware_line())
     print(table(samples))
     if args.json:
-        print(json.dumps({"hardware": hardware_line(), "samples": [asdict(sample) for sample in samples]}))
+        print_json({"hardware": hardware_line(), "samples": [asdict(sample) for sample in samples]})
     return 0

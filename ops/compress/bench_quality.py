@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.json_output import print_json
 from cluster.quality import Interval, Measures
 from ops.compress.bench import hardware_line
 from ops.compress.evaluate import Comparison, Engine, Text, compare, measure, read_text
@@ -231,5 +232,5 @@ def main(argv: list[str]) -> int:
         draw(args.picture, rows)
     if args.json:
         tree: dict[str, Any] = {"hardware": hardware_line(), "rows": [asdict(row) for row in rows]}
-        print(json.dumps(tree))
+        print_json(tree)
     return 0

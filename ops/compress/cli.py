@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cluster.json_output import print_json
 from cluster.quality import State, Verdict, read_verdict
 from ops.compress.calibrated import METHODS, Calibration, check_calibrator, identity_of
 from ops.compress.families import PACKABLE, choose, family_of
@@ -216,6 +217,8 @@ def _run(args: argparse.Namespace) -> int:
     if warning := caution(plan):
         say(warning)
     if args.dry_run:
+        if args.json:
+            print_json({"destination": str(args.destination), "dry_run": True})
         return 0
     out: dict[str, Any] = {"destination": str(args.destination)}
     if args.destination.exists():
@@ -237,7 +240,7 @@ def _run(args: argparse.Namespace) -> int:
     out["verdict"] = {"state": verdict.state.value, "reason": verdict.reason, "unmet": verdict.unmet}
     say(f"quality: {verdict.state.value}: {verdict.reason}")
     if args.json:
-        print(json.dumps(out))
+        print_json(out)
     return _status(verdict, bounds)
 
 

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cluster.json_output import print_json
+from cluster.json_output import run as run_json
 from ops.integrity_cost.paired import TOKENS, Bench, Pair, spec_for, table
 from ops.measure import facts, stats
 from ops.rig.pair import EnginePair
@@ -124,10 +126,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.check_alone:
-        print(json.dumps(check_alone(), indent=1))
+        print_json(check_alone())
         return 0
     if args.no_op_alone:
-        print(json.dumps(no_op_alone(), indent=1))
+        print_json(no_op_alone())
         return 0
     concurrencies = [int(c) for c in args.concurrency.split(",")]
     if unknown := [c for c in concurrencies if c not in TOKENS]:
@@ -147,9 +149,12 @@ def main(argv: list[str]) -> int:
         book["runs"].append(run)
         args.file.write_text(json.dumps(book) + "\n")
     rows = table(pairs)
-    print(json.dumps({"rows": rows, "runs": book["runs"]}) if args.json else text(rows))
+    if args.json:
+        print_json({"rows": rows, "runs": book["runs"]})
+    else:
+        print(text(rows))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_json(main, sys.argv[1:]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from typing import Any
+
+from cluster.json_output import print_json
 
 
 def main(argv: list[str]) -> int:
@@ -44,11 +46,11 @@ def _aot(args: argparse.Namespace) -> int:
             )
     spilled = [f"{row['kernel']} {row['config']} on {row['arch']}" for row in rows if row["spills"]]
     if args.json:
-        print(json.dumps({"kernels": rows, "spilled": spilled}, indent=1))
+        print_json({"kernels": rows, "spilled": spilled})
     elif rows:
         print(f"{len(rows)} compiled, {len(spilled)} with spills{': ' if spilled else ''}{', '.join(spilled)}")
     if not rows:
-        print(f"no kernel or configuration contains {args.only!r}")
+        print(f"no kernel or configuration contains {args.only!r}", file=sys.stderr)
     return 1 if spilled or not rows else 0
 
 
@@ -56,7 +58,10 @@ def _bench(args: argparse.Namespace) -> int:
     from ops.kernels import bench
 
     figures = bench.run(quick=args.quick)
-    print(json.dumps(figures, indent=1) if args.json else bench.report(figures))
+    if args.json:
+        print_json(figures)
+    else:
+        print(bench.report(figures))
     return 0
 
 
@@ -70,5 +75,8 @@ def _vectors(args: argparse.Namespace) -> int:
         return 0
     backends = ["reference"] if dispatch.backend_name("cpu") == "reference" else ["reference", "numba"]
     wrong = [line for backend in backends for line in vectors.verify(backend)]
-    print(json.dumps({"backends": backends, "wrong": wrong}) if args.json else "\n".join(wrong) or "vectors: all equal")
+    if args.json:
+        print_json({"backends": backends, "wrong": wrong})
+    else:
+        print("\n".join(wrong) or "vectors: all equal")
     return 1 if wrong else 0

@@ -17,6 +17,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.json_output import print_json
+from cluster.json_output import run as run_json
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 from ops.measure import facts
 
@@ -103,7 +105,10 @@ def deliver(args: argparse.Namespace, name: str, report: dict[str, Any], text: s
     (args.out / f"{name}.json").write_text(written + "\n")
     heading = f"# `{report['facts']['command']}`\n\n{facts.one_line(report['facts'])}\n"
     (args.out / f"{name}.md").write_text(f"{heading}\n{text}\n")
-    print(written if args.json else text)
+    if args.json:
+        print_json(plain(report))
+    else:
+        print(text)
     say(f"written: {args.out / name}.json, .md, .png")
     return Path(args.out / f"{name}.png")
 
@@ -219,4 +224,4 @@ def _ferry(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_json(main, sys.argv[1:]))

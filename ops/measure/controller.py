@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import resource
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -46,6 +46,8 @@ from actors.nouns import (
     TransferEvent,
     Verdict,
 )
+from cluster.json_output import print_json
+from cluster.json_output import run as run_json
 from cluster.simulate.engines import LAYOUT
 from cluster.spec import ClusterSpec
 from ops.measure import facts
@@ -324,11 +326,14 @@ def main(argv: list[str] | None = None) -> int:
     context = f"{facts.cpu_model()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, commit {facts.commit()}"
     told = {"machine": context, "rows": [asdict(row) for row in rows]}
     text = f"`python -m ops.measure.controller --clients {args.clients} --seconds {args.seconds:g}`, {context}\n\n"
-    print(json.dumps(told) if args.json else text + table(rows))
+    if args.json:
+        print_json(told)
+    else:
+        print(text + table(rows))
     if args.markdown:
         Path(args.markdown).write_text(text + table(rows))
     return 0 if not any(row.failed for row in rows) else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_json(main, sys.argv[1:]))

@@ -32,6 +32,8 @@ from typing import Any
 
 from actors.engine.config import engine_kwargs
 from actors.nouns import Role
+from cluster.json_output import print_json
+from cluster.json_output import run as run_json
 from cluster.spec import ClusterSpec, parse_overrides
 from ops.measure.forms import FORMS, Form
 
@@ -312,9 +314,12 @@ def main(argv: list[str] | None = None) -> int:
         with running(command, dict(os.environ), f"http://127.0.0.1:{args.port + 1}") as url:
             ours = ask_all(url, forms, model)
     rows = [compare(form, p, o, args.tolerance) for form, p, o in zip(forms, plain, ours)]
-    print(json.dumps([asdict(row) for row in rows], indent=1) if args.json else show(rows, args.tolerance))
+    if args.json:
+        print_json([asdict(row) for row in rows])
+    else:
+        print(show(rows, args.tolerance))
     return 0 if all(row.equal for row in rows) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_json(main, sys.argv[1:]))

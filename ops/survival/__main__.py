@@ -1,3 +1,6 @@
+import sys
+
+from cluster.json_output import run
 from ops.survival.cli import main
 
-raise SystemExit(main())
+raise SystemExit(run(main, sys.argv[1:]))

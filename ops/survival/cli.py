@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from app.commands.serve import Service
+from cluster.json_output import print_json
 from cluster.spec import ClusterSpec, parse_overrides
 from ops.survival import leaving, report, scaling
 from ops.survival.campaign import Campaign, Result
@@ -70,7 +70,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.logs is not None and service.folder is not None:
             shutil.copytree(service.folder / "session_latest" / "logs", args.logs, dirs_exist_ok=True, symlinks=True)
         service.stop()
-    print(json.dumps(results) if args.json else report.table(results))
+    if args.json:
+        print_json(results)
+    else:
+        print(report.table(results))
     return 0 if results and all(result["good"] for result in results) else 1
 
 

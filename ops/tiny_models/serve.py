@@ -34,6 +34,8 @@ from typing import Any
 import yaml
 
 from app.client import Client
+from cluster.json_output import print_json
+from cluster.json_output import run as run_json
 from ops.tiny_models.build import build
 
 ROOT = Path(__file__).parents[2]
@@ -362,14 +364,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results.append(run(name, work))
             except RuntimeError as error:
                 failed.append(f"{name}: {error}")
-                continue
-            if args.json:
-                print(json.dumps(asdict(results[-1])), flush=True)
-    print(table(results))
+    if args.json:
+        print_json([asdict(result) for result in results])
+    else:
+        print(table(results))
     for text in failed:
         print(text, file=sys.stderr)
     return 1 if failed or any(result.problems for result in results) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_json(main, sys.argv[1:]))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from actors.controller.exports import Exporter
-from actors.engine.integrity import COUNTERS, GAUGES
-from actors.engine.scheduler_half import Counters
-from cluster.metrics import BY_NAME, Emitter
+from cluster.metrics import CONTROLLER, Emitter
 
 
 class Recorder:
@@ -24,6 +22,10 @@ class Recorder:
                 assert tags == {}
 
             def inc(self, value: float, tags: dict[str, str]) -> None:
+                assert value > 0, "Ray refuses it"
+                self._record(value, tags)
+
+            def _record(self, value: float, tags: dict[str, str]) -> None:
                 key = (name, *tags.values())
                 values[key] = values.get(key, 0.0) + value
 
@@ -54,6 +56,7 @@ def status(moved: int = 0, checks: float = 0.0, held: int = 3) -> dict[str, Any]
         "ferry": {"bytes_moved": moved, "tokens_moved": 10, "tokens_recomputed": 0},
         "counters": {"pages_ok": 4, "pages_mismatch": 1, "admitted": 9, "tag_mismatch_events": 2},
         "staging": {"nodes": {"n": {"bytes_held": 7}}},
+        "scaling": {"decided": {"decode": {"up": 3, "down": 1}, "prefill": {"up": 0, "down": 0}}},
         "pools": {
             "prefill": {"replicas": [replica("p", "bfloat16")]},
             "decode": {"replicas": [replica("d", "float8_e4m3fn")]},
@@ -74,18 +77,28 @@ def test_totals_are_counted_once_and_survive_a_new_life() -> None:
     assert backend.values[("pageferry_tickets_ended_total", "done")] == 5
     assert backend.values[("pageferry_pages_opened_total", "mismatch")] == 1
     assert backend.values[("pageferry_tag_mismatches_total",)] == 2
+    assert backend.values[("pageferry_scale_decisions_total", "decode", "up")] == 3
     assert backend.values[("pageferry_kv_occupancy", "decode", "d")] == 0.25
     assert backend.values[("pageferry_kv_blocks", "free", "prefill", "p")] == 9
     assert backend.values[("pageferry_engine_integrity_unproven_s", "decode", "d")] == 0.5
     assert backend.values[("pageferry_staging_bytes", "n")] == 7
 
 
-def test_every_engine_counter_has_its_metric() -> None:
-    for name in COUNTERS:
-        suffix = "" if name in GAUGES else "_total"
-        assert f"pageferry_engine_{name}{suffix}" in BY_NAME
-    for name in Counters.__slots__:
-        assert f"pageferry_engine_{name}_total" in BY_NAME
+def test_every_series_is_there_at_zero_before_its_first_event() -> None:
+    backend = Recorder()
+    exporter = Exporter(Emitter(backend))
+    without_replica = {key for key, value in backend.values.items() if value == 0}
+    for metric in CONTROLLER:
+        if not metric.open_labels:
+            assert {(metric.name, *labels.values()) for labels in metric.series({})} <= without_replica
+    assert ("pageferry_tag_mismatches_total",) in without_replica
+    assert ("pageferry_pages_opened_total", "stale") in without_replica
+    assert ("pageferry_scale_decisions_total", "decode", "up") in without_replica
+    joined = status()
+    joined["pools"]["decode"]["replicas"][0]["counters"] = {}  # integrity off: the engine names none of them
+    exporter.export(joined)
+    assert backend.values[("pageferry_engine_integrity_breaches_total", "decode", "d")] == 0
+    assert backend.values[("pageferry_engine_integrity_quarantined_share", "decode", "d")] == 0
 
 
 def test_gauges_of_a_replica_that_is_gone_do_not_stand() -> None:

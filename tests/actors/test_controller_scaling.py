@@ -8,6 +8,7 @@ import pytest
 from controller_rig import SECOND, Rig, spec_of
 
 from actors.controller.events import Scaled, Targets, Tick
+from actors.controller.status import status
 from actors.nouns import Role, ScaleDecision, Ticket
 
 QUICK = {
@@ -187,6 +188,8 @@ def test_prefill_scales_by_queued_prompt_tokens_and_by_itself() -> None:
     decisions = run(rig, 3, pool=None)
     assert [(d.pool, d.current, d.target) for d in decisions] == [(Role.PREFILL, 1, 5)]
     assert "prompt tokens" in decisions[0].reason
+    decided = status(rig.machine, rig.now)["scaling"]["decided"]
+    assert decided == {"prefill": {"up": 1, "down": 0}, "decode": {"up": 0, "down": 0}}
 
 
 def test_both_pools_share_the_gpu_budget_and_decode_goes_first() -> None:

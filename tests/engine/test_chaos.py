@@ -11,6 +11,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -102,3 +105,12 @@ def test_only_what_is_configured_is_allowed() -> None:
         faults.arm("stale_tag", 0, 1)
     assert faults.rng("bit_flip", 4).random() == faults.rng("bit_flip", 4).random()
     assert faults.rng("bit_flip", 4).random() != faults.rng("bit_flip", 5).random()
+
+
+async def test_json_is_all_that_stands_on_standard_output() -> None:
+    """vLLM and the C library write from both processes of an engine; the whole of stdout is parsed."""
+    command = [sys.executable, "-m", "app.cli", "chaos", "table_other_request", "--trials", "1", "--json"]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] and [row["kind"] for row in report["kinds"]] == ["table_other_request"]
