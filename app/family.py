@@ -30,7 +30,7 @@ class Family:
         self.closed = False
         self.released = False
         self._mismatched: set[int] = set()  # attempts in which a page of one of them was not its own
-        self._answers: dict[int, asyncio.Task[Ticket | Busy]] = {}  # by attempt that is being replaced; 0: admission
+        self._answers: dict[int, asyncio.Task[Ticket | Busy]] = {}  # by the attempt that it replaces; 0: admission
         self._carrier: dict[int, str] = {}  # attempt -> request id
         self._carried: dict[int, asyncio.Event] = {}
         self._outcome = Outcome.DONE
@@ -72,10 +72,10 @@ class Family:
     # -- getting a ticket
 
     async def admit(self, run: Run, request: AdmitRequest, controller: ControllerPort) -> Admitted | Refused:
-        if 0 not in self._answers:
+        if not self._answers:
             self.request = request
             self._answers[0] = asyncio.ensure_future(controller.admit(request))
-        return await self._answer(0, run)
+        return await self._answer(run)
 
     async def lost(self, run: Run, report: ReportLost, controller: ControllerPort) -> Admitted | Refused:
         """Asks for another ticket; siblings that lost the same attempt share the answer."""
@@ -92,16 +92,21 @@ class Family:
                 report.page_integrity,
             )
             self._answers[attempt] = asyncio.ensure_future(call)
-        answer = await self._answer(attempt, run)
+        answer = await self._answer(run)
         # The old attempt is void for all: who still follows it, or decodes under it, must come here as well.
         for sibling in list(self.members.values()):
             if sibling is not run:
                 sibling.left_behind(attempt)
         return answer
 
-    async def _answer(self, key: int, run: Run) -> Admitted | Refused:
-        # A sibling that is cancelled while it waits must not take the others' answer with it.
-        answer = await asyncio.shield(self._answers[key])
+    async def _answer(self, run: Run) -> Admitted | Refused:
+        """The newest answer, waited for when it is on its way: attempts before it are void for all."""
+        while True:
+            newest = max(self._answers)
+            # A sibling that is cancelled while it waits must not take the others' answer with it.
+            answer = await asyncio.shield(self._answers[newest])
+            if newest == max(self._answers):
+                break
         if isinstance(answer, Busy):
             return Refused(answer)
         self.ticket = answer

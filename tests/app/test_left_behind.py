@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from far_side import FarSide, request, tokens_of, until
 from vllm.v1.engine import FinishReason
 
-from actors.nouns import Busy, Outcome, Role
+from actors.nouns import Busy, Order, Outcome, Role
 from app.core_client import FAMILY, FerryCoreClient
+from app.errors import RequestFault
 from app.family import Family
 from app.ports import ReplicaGone
 
@@ -119,3 +121,56 @@ async def test_a_leaving_replica_is_let_go_when_its_ticket_moves() -> None:
     await until(lambda: d2.submitted and d1.streams == 0)
     d2.emit(next(iter(d2.submitted)), 50, finish=STOP)
     await ended(client)
+
+
+async def test_a_sequence_that_joins_late_joins_the_current_attempt() -> None:
+    """Its siblings have lost the first attempt meanwhile, or are asking for the next one."""
+    far = FarSide()
+    far.prefill_fails = {"p1": ReplicaGone("p1", "it died")}
+    far.lost_answers = [far.ticket(1, 2, prefill="p2", decode="d2")]
+    client = far.client()
+    family = Family(2)
+    token = FAMILY.set(family)
+    try:
+        await client.add_request_async(request("0_r"))
+        await until(lambda: family.ticket is not None and family.ticket.attempt == 2)
+        await client.add_request_async(request("1_r"))
+    finally:
+        FAMILY.reset(token)
+        client.close_family(family)
+    assert family.ticket is not None and family.ticket.attempt == 2
+    (claim,) = client.claims()
+    assert (claim.ticket.attempt, claim.ticket.decode) == (2, "d2")
+    d1, d2 = far.decodes["d1"], far.decodes["d2"]
+    await until(lambda: d2.submitted)
+    await asyncio.sleep(0.02)
+    assert len(d2.submitted) == 1, "the second follows the first's prompt on its new replica"
+    far.lost_answers = [far.ticket(1, 3, decode="d1")]
+    client.obey(Order(kind="lost", ticket_id=1, attempt=2, replica_id="d2", reason="it died"))
+    await until(lambda: d1.submitted)
+    d1.emit(next(iter(d1.submitted)), 50, finish=STOP)
+    await until(lambda: len(d1.submitted) == 2)
+    d1.emit(list(d1.submitted)[1], 60, finish=STOP)
+    await ended(client)
+    assert far.ends == [(1, Outcome.DONE, 2)] and len(far.losses) == 2
+
+
+async def test_a_sequence_that_joins_when_there_is_no_other_place_is_refused() -> None:
+    far = FarSide()
+    far.prefill_fails = {"p1": ReplicaGone("p1", "it died")}
+    far.lost_answers = [Busy(reason="nothing is left", retry_after_s=1.0)]
+    client = far.client()
+    faults: dict[str, str] = {}
+    client.on_fault = lambda request_id, fault: faults.setdefault(request_id, fault.message)
+    family = Family(2)
+    token = FAMILY.set(family)
+    try:
+        await client.add_request_async(request("0_r"))
+        await until(lambda: faults)
+        with pytest.raises(RequestFault, match="nothing is left"):
+            await client.add_request_async(request("1_r"))
+    finally:
+        FAMILY.reset(token)
+        client.close_family(family)
+    await ended(client)
+    assert not far.decodes["d1"].submitted and len(far.losses) == 1
