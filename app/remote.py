@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
+from actors.controller.events import StepFailed
 from actors.nouns import (
     AdmitRequest,
     Busy,
@@ -56,8 +57,10 @@ class RemoteController:
                 if self._actor is None:
                     self._actor = await asyncio.to_thread(self._find)
                 return await self._await(getattr(self._actor, method).remote(*args))
-            except (RayActorError, ValueError) as error:
+            except (RayActorError, RayTaskError, ValueError) as error:
                 if isinstance(error, RayTaskError):
+                    if isinstance(error.cause, StepFailed):
+                        raise error.cause from None  # without the controller's traceback and address
                     raise
                 self._actor = None
                 if clock() + pause_s > until:

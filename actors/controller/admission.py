@@ -8,14 +8,14 @@ full.
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
 from actors.controller.affinity import HashRing, LoadIndex, PrefixIndex
 from actors.controller.forecast import SECOND, Forecast, blocks_for, outlook
+from actors.controller.journal import Tracked, TrackedDict, TrackedList
 from actors.controller.registry import Replica
 from actors.nouns import AdmitRequest, ReplicaId, Role, TicketId
 from cluster.spec import AdmissionSpec
@@ -38,14 +38,14 @@ class Choice:
 
 
 @dataclass(slots=True)
-class _Pool:
+class _Pool(Tracked):
     """The replicas of one role and generation."""
 
     tokenizer: str
     index: LoadIndex = field(default_factory=LoadIndex)
     ring: HashRing = field(default_factory=HashRing)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    sizes: dict[ReplicaId, int] = field(default_factory=dict)  # blocks of those in the index
+    sizes: TrackedDict[ReplicaId, int] = field(default_factory=TrackedDict)  # blocks of those in the index
     largest: int = 0
     smallest: int = 0
 
@@ -100,7 +100,7 @@ class _Seat:
         return text
 
 
-class Chooser:
+class Chooser(Tracked):
     """Keeps the indexes in step with the replicas and picks from them."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Chooser:
         self._staging_bytes_max = staging_bytes_max
         self._forecast = forecast
         self._replicas = replicas
-        self._pools: dict[tuple[Role, str], _Pool] = {}  # by role and generation
+        self._pools: TrackedDict[tuple[Role, str], _Pool] = TrackedDict()  # by role and generation
 
     def configure(self, spec: AdmissionSpec, staging_bytes_max: int) -> None:
         self._spec = spec
@@ -294,8 +294,8 @@ def _queued(replica: Replica) -> int:
 # -- who waits
 
 
-@dataclass(slots=True)
-class Waiting:
+@dataclass(slots=True, eq=False)
+class Waiting(Tracked):
     call_id: int
     request: AdmitRequest
     since_ns: int
@@ -304,7 +304,7 @@ class Waiting:
     ticket_id: TicketId = 0  # a live ticket that needs a new place; 0: a new request
     generation: str | None = None
     not_before_ns: int = 0
-    also: list[int] = field(default_factory=list)  # further calls that wait for the same answer
+    also: TrackedList[int] = field(default_factory=TrackedList)  # further calls that wait for the same answer
 
     @property
     def queue(self) -> tuple[str, str]:
@@ -312,7 +312,7 @@ class Waiting:
         return self.request.tenant, self.request.tokenizer
 
 
-class WaitingRoom:
+class WaitingRoom(Tracked):
     """Bounded queue, fair between tenants by tokens: the tenant that has had least goes first.
 
     Inside a tenant: higher priority first, then first come. A request that was already running and lost its replica
@@ -325,13 +325,13 @@ class WaitingRoom:
 
     def __init__(self, size_max: int) -> None:
         self.size_max = size_max
-        self._again: deque[Waiting] = deque()
-        # By tenant and tokenizer: heaps of (-priority, number, waiting).
-        self._tenants: dict[tuple[str, str], list[tuple[int, int, Waiting]]] = {}
-        self._served: dict[tuple[str, str], float] = {}  # virtual time of each tenant that waits
+        self._again: TrackedList[Waiting] = TrackedList()
+        # By tenant and tokenizer: (-priority, number, waiting), sorted.
+        self._tenants: TrackedDict[tuple[str, str], TrackedList[tuple[int, int, Waiting]]] = TrackedDict()
+        self._served: TrackedDict[tuple[str, str], float] = TrackedDict()  # virtual time of each tenant that waits
         self._clock = 0.0  # virtual time: of the tenant served last
         self._number = 0
-        self._waiting: dict[int, Waiting] = {}  # by call; what is not in here any more is skipped in the heaps
+        self._waiting: TrackedDict[int, Waiting] = TrackedDict()  # by call; what is not in here is skipped in the lists
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -350,13 +350,13 @@ class WaitingRoom:
             return
         tenant = waiting.queue
         if tenant not in self._tenants:
-            self._tenants[tenant] = []
+            self._tenants[tenant] = TrackedList()
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._clock)
         self._number += 1
-        heapq.heappush(self._tenants[tenant], (-waiting.request.priority, self._number, waiting))
+        insort(self._tenants[tenant], (-waiting.request.priority, self._number, waiting))
 
     def drop(self, call_id: int) -> Waiting | None:
-        waiting = self._waiting.pop(call_id, None)
+        waiting: Waiting | None = self._waiting.pop(call_id, None)
         if waiting is not None and waiting.ticket_id:
             self._again.remove(waiting)
         return waiting
@@ -385,15 +385,15 @@ class WaitingRoom:
             if self._aged(waiting, now_ns) and has_pool(waiting.request, waiting.generation):
                 return found
         for tenant in sorted(self._tenants, key=lambda name: (self._served[name], name)):
-            heap = self._tenants[tenant]
-            while heap and heap[0][2].call_id not in self._waiting:
-                heapq.heappop(heap)
-            if not heap:
+            queue = self._tenants[tenant]
+            while queue and queue[0][2].call_id not in self._waiting:
+                queue.pop(0)
+            if not queue:
                 del self._tenants[tenant]
                 if self._served[tenant] <= self._clock:
                     del self._served[tenant]  # it would start from the clock anyway
                 continue
-            head = heap[0][2]
+            head = queue[0][2]
             found.append(head)
             if self._aged(head, now_ns) and has_pool(head.request, head.generation):
                 break

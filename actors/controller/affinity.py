@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b
 
+from actors.controller.journal import Tracked, TrackedDict, TrackedList, TrackedSet
 from actors.nouns import ReplicaId
 
 RING_POINTS = 64  # a replica; more points, more even shares
@@ -21,12 +22,12 @@ def point(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
 
 
-class HashRing:
+class HashRing(Tracked):
     """Consistent hashing: when a replica comes or goes, only the sessions on its own arcs move."""
 
     def __init__(self) -> None:
-        self._points: list[tuple[int, ReplicaId]] = []
-        self._members: set[ReplicaId] = set()
+        self._points: TrackedList[tuple[int, ReplicaId]] = TrackedList()
+        self._members: TrackedSet[ReplicaId] = TrackedSet()
 
     def add(self, replica_id: ReplicaId) -> None:
         if replica_id not in self._members:
@@ -70,7 +71,7 @@ def landmarks(num_pages: int) -> tuple[int, ...]:
     return tuple(marks)
 
 
-class PrefixIndex:
+class PrefixIndex(Tracked):
     """Which replicas have probably cached which prompt prefixes.
 
     A guess, never a promise: the engine's own prefix cache decides what is a hit, and a holder named here may be gone.
@@ -80,8 +81,8 @@ class PrefixIndex:
     def __init__(self, entries_max: int = 100_000, holders_max: int = 2) -> None:
         self._half = max(1, entries_max // 2)
         self._holders_max = holders_max
-        self._young: dict[int, tuple[ReplicaId, ...]] = {}
-        self._old: dict[int, tuple[ReplicaId, ...]] = {}
+        self._young: TrackedDict[int, tuple[ReplicaId, ...]] = TrackedDict()
+        self._old: TrackedDict[int, tuple[ReplicaId, ...]] = TrackedDict()
 
     def __len__(self) -> int:
         return len(self._young) + sum(key not in self._young for key in self._old)
@@ -100,7 +101,7 @@ class PrefixIndex:
                 others = [holder for holder in holders if holder != replica_id]
                 young[key] = (replica_id, *others[: self._holders_max - 1])  # latest first
         if len(young) > self._half:
-            self._young, self._old = {}, young
+            self._young, self._old = TrackedDict(), young
 
     def longest(self, hashes: tuple[int, ...]) -> tuple[int, tuple[ReplicaId, ...]]:
         """Pages of the longest known prefix, and who holds it (latest first); (0, ()) when nobody does."""
@@ -119,12 +120,12 @@ class PrefixIndex:
         return (marks[low - 1], found) if low else (0, ())
 
 
-class LoadIndex:
+class LoadIndex(Tracked):
     """Replicas by load in `LEVELS` steps. Moving one and finding the least loaded are constant-time."""
 
     def __init__(self) -> None:
-        self._level: dict[ReplicaId, int] = {}
-        self._buckets: list[dict[ReplicaId, None]] = [{} for _ in range(LEVELS)]
+        self._level: TrackedDict[ReplicaId, int] = TrackedDict()
+        self._buckets: list[TrackedDict[ReplicaId, None]] = [TrackedDict() for _ in range(LEVELS)]
         self._filled = 0  # bit `l` set: bucket `l` is not empty
 
     def __len__(self) -> int:

@@ -14,13 +14,13 @@ joined; its coming capacity counts, so that nobody orders the same capacity twic
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from actors.controller.admission import WaitingRoom
 from actors.controller.events import Scaled
 from actors.controller.forecast import SECOND, Forecast, blocks_for
+from actors.controller.journal import Tracked, TrackedDeque, TrackedDict
 from actors.controller.registry import Registry, Replica
 from actors.controller.surge import Trend
 from actors.nouns import Role, ScaleDecision
@@ -47,10 +47,12 @@ class Load:
 
 
 @dataclass(slots=True)
-class _Track:
+class _Track(Tracked):
     """A pool's recent pressures and since when it has been outside its band."""
 
-    samples: deque[tuple[int, float, bool]] = field(default_factory=deque)  # (when, demand in replicas, idle)
+    samples: TrackedDeque[tuple[int, float, bool]] = field(
+        default_factory=TrackedDeque
+    )  # (when, demand in replicas, idle)
     above_since_ns: int = 0
     grown_ns: int | None = None  # when it was last scaled up
     held_until_ns: int = 0
@@ -75,20 +77,21 @@ class _Track:
         return all(idle for _, _, idle in self.samples)
 
 
-class Autoscaler:
+class Autoscaler(Tracked):
     def __init__(self, spec: ClusterSpec, now_ns: int) -> None:
         self._spec = spec
         self._scaling: ScalingSpec = spec.scaling
-        self.targets: dict[Role, int] = {
-            Role.PREFILL: spec.pools.prefill.replicas,
-            Role.DECODE: spec.pools.decode.replicas,
-        }
+        self.targets: TrackedDict[Role, int] = TrackedDict(
+            {Role.PREFILL: spec.pools.prefill.replicas, Role.DECODE: spec.pools.decode.replicas}
+        )
         self._tracks = {Role.PREFILL: _Track(), Role.DECODE: _Track()}
         self._next_ns = now_ns
         self._trend = Trend()
         self._blocks = 0.0  # of a decode replica, as last seen: also known while there is none
-        self.decisions: deque[tuple[int, ScaleDecision]] = deque(maxlen=REMEMBERED)
-        self.decided: dict[Role, dict[str, int]] = {role: {"up": 0, "down": 0} for role in Role}  # since the start
+        self.decisions: TrackedDeque[tuple[int, ScaleDecision]] = TrackedDeque(maxlen=REMEMBERED)
+        self.decided: TrackedDict[Role, TrackedDict[str, int]] = TrackedDict(
+            {role: TrackedDict({"up": 0, "down": 0}) for role in Role}  # since the start
+        )
 
     def configure(self, spec: ClusterSpec) -> None:
         """The platform has been told the new numbers of replicas with the rest of the configuration."""

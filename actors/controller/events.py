@@ -33,6 +33,10 @@ class IncompatibleReplica(ValueError):
     """A replica that cannot exchange pages with this cluster; the message shows both sides, field by field."""
 
 
+class StepFailed(RuntimeError):
+    """The controller could not handle a message; what the step had changed is undone. Its log has the reason."""
+
+
 # -- inputs
 
 
@@ -195,6 +199,7 @@ class Replace(msgspec.Struct, frozen=True):
 
 class Log(msgspec.Struct, frozen=True):
     text: str
+    is_error: bool = False
 
 
 Effect = Reply | ToFrontend | Scale | Replace | Log

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from actors.controller.journal import Tracked, TrackedDict
 from actors.controller.registry import Replica
 from actors.nouns import AdmitRequest
 
@@ -19,7 +20,7 @@ WEIGHT = 0.05  # of a new sample in a running mean
 
 
 @dataclass(slots=True)
-class _Mean:
+class _Mean(Tracked):
     count: int = 0
     mean: float = 0.0
     deviation: float = 0.0  # mean absolute
@@ -32,10 +33,10 @@ class _Mean:
 
 
 @dataclass(slots=True)
-class Forecast:
+class Forecast(Tracked):
     """Running means over the requests that ended well."""
 
-    by_class: dict[int, _Mean] = field(default_factory=dict)
+    by_class: TrackedDict[int, _Mean] = field(default_factory=TrackedDict)
     output: _Mean = field(default_factory=_Mean)
     token_ns: float = 0.03 * SECOND  # between two tokens of one stream
     prompt_token_ns: float = 0.0002 * SECOND  # from admission to sealed, a prompt token

@@ -7,8 +7,8 @@ or not at all: every call that waits has a deadline, and every resource has an o
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
+import traceback
+from bisect import insort
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,6 +38,7 @@ from actors.controller.events import (
     Reply,
     Scale,
     Scaled,
+    StepFailed,
     Targets,
     Tick,
     ToFrontend,
@@ -46,6 +47,7 @@ from actors.controller.events import (
     Withdraw,
 )
 from actors.controller.forecast import SECOND, Forecast, blocks_for
+from actors.controller.journal import RecentDict, Tracked, TrackedDeque, TrackedDict, TrackedList, TrackedSet, savepoint
 from actors.controller.pages import PageBook, TagMismatch
 from actors.controller.registry import EPOCH_SHIFT, LANDED, Live, Node, Registry, Replica, epoch_of
 from actors.nouns import (
@@ -89,8 +91,14 @@ OUTCOME_EVENT = {
     Outcome.FAILED: TicketEvent.FAIL,
 }
 
+_FAILED: Any = object()
 
-class Machine:
+
+def _step_failed(what: str) -> StepFailed:
+    return StepFailed(f"the controller could not handle {what}; its log has the reason")
+
+
+class Machine(Tracked):
     """One controller life. `epoch` must be higher than that of every life before it."""
 
     def __init__(self, spec: ClusterSpec, epoch: int, now_ns: int) -> None:
@@ -103,17 +111,31 @@ class Machine:
         self.chooser = Chooser(spec.admission, self.forecast, self.registry.replicas, spec.transfer.staging_bytes_max)
         self.room = WaitingRoom(spec.admission.queue_max)
         self.autoscaler = Autoscaler(spec, now_ns)
-        self.frontends: dict[str, int] = {}  # last heard
-        self.counters: dict[str, float] = {}
-        self.mismatches: deque[TagMismatch] = deque(maxlen=MISMATCHES_KEPT)
+        self.frontends: TrackedDict[str, int] = TrackedDict()  # last heard
+        self.counters: TrackedDict[str, float] = TrackedDict()
+        self.mismatches: TrackedDeque[TagMismatch] = TrackedDeque(maxlen=MISMATCHES_KEPT)
         self._issued = 0
-        self._deadlines: list[tuple[int, CallId, TicketId]] = []  # of hand_over calls that wait
-        self._seals: dict[TicketId, Sealed] = {}  # of an older epoch's tickets that nobody has claimed yet
-        self._early: dict[TicketId, tuple[CallId, int]] = {}  # hand_over calls for such tickets: (call, attempt)
-        self._told: dict[TicketId, int] = {}  # tickets whose frontend was asked to take them elsewhere: when
-        self._homeless: dict[ReplicaId, set[TicketId]] = {}  # claimed tickets whose decode replica is not back yet
-        self._silenced: dict[TicketId, Ticket] = {}  # cancelled because nobody claimed them
-        self._left_lives: dict[tuple[ReplicaId, int], None] = {}  # said goodbye: a late heartbeat brings none back
+        self._deadlines: TrackedList[tuple[int, CallId, TicketId]] = (
+            TrackedList()
+        )  # of hand_over calls that wait, sorted
+        self._seals: TrackedDict[TicketId, Sealed] = (
+            TrackedDict()
+        )  # of an older epoch's tickets that nobody has claimed yet
+        self._early: TrackedDict[TicketId, tuple[CallId, int]] = (
+            TrackedDict()
+        )  # hand_over calls for such tickets: (call, attempt)
+        self._told: TrackedDict[TicketId, int] = (
+            TrackedDict()
+        )  # tickets whose frontend was asked to take them elsewhere: when
+        self._homeless: TrackedDict[ReplicaId, TrackedSet[TicketId]] = (
+            TrackedDict()
+        )  # claimed tickets whose decode replica is not back yet
+        self._silenced: RecentDict[TicketId, Ticket] = RecentDict(
+            SILENCED_REMEMBERED
+        )  # cancelled because nobody claimed them
+        self._left_lives: RecentDict[tuple[ReplicaId, int], None] = RecentDict(
+            LEFT_REMEMBERED
+        )  # said goodbye: a late heartbeat brings none back
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Join: self._join,
@@ -149,9 +171,24 @@ class Machine:
         self._out = []
         # Before anything that is in the mail is judged by the clock.
         if now_ns - self._ticked_ns >= max(PAUSE_NS, self._stale_ns // 2):
-            self._forgive_own_pause(now_ns)
-        self._handlers[type(event)](event, now_ns)
+            self._attempt(self._forgive_own_pause, now_ns)
+        handled = self._attempt(self._handlers[type(event)], event, now_ns)
+        if handled is _FAILED and (call_id := getattr(event, "call_id", 0)):
+            self._reply(call_id, _step_failed(type(event).__name__))
         return self._out
+
+    def _attempt(self, handler: Callable[..., Any], *args: Any) -> Any:
+        """What `handler` returns; `_FAILED` when it raised: then all that it changed is undone, effects included."""
+        num_effects = len(self._out)
+        try:
+            with savepoint():
+                return handler(*args)
+        except Exception:
+            del self._out[num_effects:]
+            self._add("steps_failed")
+            name = getattr(handler, "__name__", "step")
+            self._out.append(Log(f"{name.strip('_')} failed and is undone: {traceback.format_exc()}", is_error=True))
+            return _FAILED
 
     def _outgrow(self, ticket_ids: Iterable[TicketId]) -> None:
         """A ticket of another life that is not older than this one: the wall clock has gone back between the two."""
@@ -229,7 +266,7 @@ class Machine:
         replica.counters.update(beat.counters)
         released = {thing.ticket_id for thing in beat.events if thing.kind == "released"}
         for thing in beat.events:
-            self._replica_event(replica, thing, thing.ticket_id in released, now_ns)
+            self._attempt(self._replica_event, replica, thing, thing.ticket_id in released, now_ns)
         if beat.pages_whole:
             replica.book = PageBook()
         for delta in beat.pages:
@@ -242,7 +279,7 @@ class Machine:
 
     def _heartbeat_reply(self, replica: Replica) -> HeartbeatReply:
         cancel = tuple(replica.cancel)
-        replica.cancel = {key: left - 1 for key, left in replica.cancel.items() if left > 1}
+        replica.cancel = TrackedDict({key: left - 1 for key, left in replica.cancel.items() if left > 1})
         return HeartbeatReply(
             epoch=self.epoch,
             known=True,
@@ -305,8 +342,6 @@ class Machine:
         replica = self.registry.replicas.get(event.replica_id)
         if replica is not None and event.incarnation in (None, replica.announcement.incarnation):
             self._left_lives[(replica.id, replica.announcement.incarnation)] = None
-            while len(self._left_lives) > LEFT_REMEMBERED:
-                del self._left_lives[next(iter(self._left_lives))]
             self._drop_replica(replica, f"{replica.id} {event.why}", now_ns)
 
     def _drop_replica(self, replica: Replica, reason: str, now_ns: int, keep: bool = False) -> None:
@@ -438,19 +473,34 @@ class Machine:
         """Gives places to whoever waits, in fair order, until nobody at the front fits."""
         while len(self.room):
             for waiting in self.room.heads(now_ns, self.chooser.has_pool):
-                choice = self._choose_for(waiting, now_ns)
-                if choice is not None:
-                    self.room.serve(waiting)
-                    if waiting.ticket_id:
-                        ticket = self._again(self.registry.tickets[waiting.ticket_id], choice, now_ns)
-                    else:
-                        ticket = self._issue(waiting.request, choice, now_ns)
-                    self._answer(waiting, ticket)
+                placed = self._attempt(self._serve_waiting, waiting, now_ns)
+                if placed is _FAILED:
+                    self._fail_waiting(waiting, now_ns)
+                if placed:
                     break
             else:
                 return
 
-    def _answer(self, waiting: Waiting, value: Ticket | Busy) -> None:
+    def _serve_waiting(self, waiting: Waiting, now_ns: int) -> bool:
+        choice = self._choose_for(waiting, now_ns)
+        if choice is None:
+            return False
+        self.room.serve(waiting)
+        if waiting.ticket_id:
+            ticket = self._again(self.registry.tickets[waiting.ticket_id], choice, now_ns)
+        else:
+            ticket = self._issue(waiting.request, choice, now_ns)
+        self._answer(waiting, ticket)
+        return True
+
+    def _fail_waiting(self, waiting: Waiting, now_ns: int) -> None:
+        """A request whose turn cannot be computed leaves the queue, so that the others get theirs."""
+        self.room.drop(waiting.call_id)
+        self._answer(waiting, _step_failed(f"request {waiting.request.request_id}"))
+        if waiting.ticket_id and (live := self.registry.tickets.get(waiting.ticket_id)) is not None:
+            self._close(live, Outcome.FAILED, now_ns)
+
+    def _answer(self, waiting: Waiting, value: Ticket | Busy | StepFailed) -> None:
         for call_id in (waiting.call_id, *waiting.also):
             self._reply(call_id, value)
 
@@ -497,7 +547,7 @@ class Machine:
             if live.hand_over is not None:
                 self._give_hand_over(live, now_ns)
                 return
-        heapq.heappush(self._deadlines, (now_ns + event.timeout_ns, event.call_id, event.ticket_id))
+        insort(self._deadlines, (now_ns + event.timeout_ns, event.call_id, event.ticket_id))
 
     def _give_hand_over(self, live: Live, now_ns: int) -> None:
         assert live.hand_over is not None
@@ -524,7 +574,7 @@ class Machine:
             node.tokens_moved_before += node.status.tokens_moved
         node.status, node.heard_ns, node.stale = status, now_ns, False
         for thing in event.events:
-            self._transfer_event(thing, node, now_ns)
+            self._attempt(self._transfer_event, thing, node, now_ns)
         dead = dict.fromkeys(node.release)
         dead |= {key: None for key in status.held if self._dead(key, now_ns)}
         node.release.clear()
@@ -651,7 +701,7 @@ class Machine:
                 place.cancel[(live.ticket.ticket_id, live.ticket.attempt)] = CANCEL_REPEATS
         self.registry.detach(live)
         self.registry.release_lease(live)
-        self._homeless.get(live.ticket.decode, set()).discard(live.ticket.ticket_id)
+        self._homeless.get(live.ticket.decode, TrackedSet()).discard(live.ticket.ticket_id)
         for place in places:
             if place is not None and not place.fenced:
                 self.chooser.refresh(place)
@@ -795,7 +845,7 @@ class Machine:
         for claim in event.claims:
             known = self.registry.tickets.get(claim.ticket.ticket_id)
             if known is None:
-                self._claim(claim, now_ns)
+                self._attempt(self._claim, claim, now_ns)
 
     def _claim(self, claim: Claim, now_ns: int) -> None:
         """A live ticket of an older epoch comes back into the registry, in the state its frontend knows."""
@@ -825,7 +875,7 @@ class Machine:
             self.registry.move(live, TicketEvent.DECODE_ALONE, now_ns)
         self.registry.attach(live, decode, self.registry.replicas.get(ticket.prefill or ""))
         if decode is None:
-            self._homeless.setdefault(ticket.decode, set()).add(ticket_id)
+            self._homeless.setdefault(ticket.decode, TrackedSet()).add(ticket_id)
         else:
             self.chooser.refresh(decode)
         sealed = self._seals.pop(ticket_id, None)
@@ -843,25 +893,29 @@ class Machine:
     def _tick(self, event: Tick, now_ns: int) -> None:
         self._ticked_ns = now_ns
         for replica in list(self.registry.replicas.values()):
-            self._watch(replica, now_ns)
+            self._attempt(self._watch, replica, now_ns)
         for node in self.registry.nodes.values():
-            if not node.stale and now_ns - node.heard_ns >= self._fence_ns:
-                node.stale = True
-                self._node_lost(node, f"the transfer actor of {node.status.node_id} is silent", now_ns)
-                self._out.append(Replace("transfer", node.status.node_id))
+            self._attempt(self._watch_node, node, now_ns)
         for frontend_id in self.registry.by_frontend:
             self.frontends.setdefault(frontend_id, now_ns)  # nobody's tickets may go unwatched
         for frontend_id, heard_ns in list(self.frontends.items()):
             if now_ns - heard_ns >= self._fence_ns:  # its streams on decode have ended long before, if it is dead
-                self._frontend_silent(frontend_id, "is silent", now_ns)
+                self._attempt(self._frontend_silent, frontend_id, "is silent", now_ns)
         for waiting in self.room.expired(now_ns):
-            self._give_up_waiting(waiting, now_ns)
+            self._attempt(self._give_up_waiting, waiting, now_ns)
         while self._deadlines and self._deadlines[0][0] <= now_ns:
-            _, call_id, ticket_id = heapq.heappop(self._deadlines)
-            self._hand_over_late(call_id, ticket_id)
-        self._chase(now_ns)
-        self._end_rebuilding(now_ns)
-        self._serve_room(now_ns)
+            _, call_id, ticket_id = self._deadlines.pop(0)
+            self._attempt(self._hand_over_late, call_id, ticket_id)
+        for part in (self._chase, self._end_rebuilding, self._serve_room, self._decide_scale):
+            self._attempt(part, now_ns)
+
+    def _watch_node(self, node: Node, now_ns: int) -> None:
+        if not node.stale and now_ns - node.heard_ns >= self._fence_ns:
+            node.stale = True
+            self._node_lost(node, f"the transfer actor of {node.status.node_id} is silent", now_ns)
+            self._out.append(Replace("transfer", node.status.node_id))
+
+    def _decide_scale(self, now_ns: int) -> None:
         for decision in self.autoscaler.decide(self.registry, self.room, self.forecast, now_ns):
             self._add(f"scale_{decision.pool}_{'up' if decision.target > decision.current else 'down'}")
             self._out.append(Log(f"scale {decision.pool} {decision.current} -> {decision.target}: {decision.reason}"))
@@ -880,7 +934,9 @@ class Machine:
             self.frontends[frontend_id] = min(now_ns, heard_ns + gap_ns)
         for waiting in self.room:
             waiting.until_ns += gap_ns
-        self._deadlines = [(when_ns + gap_ns, call_id, ticket_id) for when_ns, call_id, ticket_id in self._deadlines]
+        self._deadlines = TrackedList(
+            (when_ns + gap_ns, call, ticket_id) for when_ns, call, ticket_id in self._deadlines
+        )
         self._add("own_pauses")
         self._out.append(Log(f"the controller itself was away for {gap_ns / SECOND:.1f} s"))
 
@@ -924,8 +980,6 @@ class Machine:
     def _suspect(self, ticket: Ticket) -> None:
         """It is cancelled because nobody seems to want it; should somebody do so after all, it is revived."""
         self._silenced[ticket.ticket_id] = ticket
-        while len(self._silenced) > SILENCED_REMEMBERED:
-            del self._silenced[next(iter(self._silenced))]
 
     def _give_up_waiting(self, waiting: Waiting, now_ns: int) -> None:
         self.room.drop(waiting.call_id)
@@ -989,4 +1043,4 @@ class Machine:
         self._out.append(Log("the configuration has changed"))
 
     def _targets(self, event: Targets, now_ns: int) -> None:
-        self.autoscaler.targets = {Role.PREFILL: event.prefill, Role.DECODE: event.decode}
+        self.autoscaler.targets.update({Role.PREFILL: event.prefill, Role.DECODE: event.decode})

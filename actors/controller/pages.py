@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from actors.controller.journal import Tracked, TrackedDict
 from actors.nouns import Occupancy, PageDelta, ReplicaId, Role, TicketId
 
 
@@ -25,14 +26,14 @@ class TagMismatch(msgspec.Struct, frozen=True):
         return f"tag mismatch on {self.role} {self.replica}: request {self.request_id}: {self.detail}; {book}"
 
 
-class PageBook:
+class PageBook(Tracked):
     """Pages of one replica by owner, from batched deltas: page id -> tag and number of owners."""
 
     __slots__ = ("owners", "pages", "suspicions")
 
     def __init__(self) -> None:
-        self.owners: dict[str, dict[int, int]] = {}
-        self.pages: dict[int, tuple[int, int]] = {}  # page -> (tag, owners)
+        self.owners: TrackedDict[str, TrackedDict[int, int]] = TrackedDict()
+        self.pages: TrackedDict[int, tuple[int, int]] = TrackedDict()  # page -> (tag, owners)
         self.suspicions = 0  # ever: a page taken under a new tag while another request still owned it under the old one
 
     def apply(self, delta: PageDelta) -> None:
@@ -40,7 +41,7 @@ class PageBook:
             self._release(delta.request_id)
         if not delta.added:
             return
-        owned = self.owners.setdefault(delta.request_id, {})
+        owned = self.owners.setdefault(delta.request_id, TrackedDict())
         for page, tag in delta.added.items():
             had = owned.get(page)
             if had == tag:

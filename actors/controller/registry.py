@@ -7,10 +7,10 @@ file. Nothing in here decides anything.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
+from actors.controller.journal import RecentDict, Tracked, TrackedDict, TrackedList, TrackedSet
 from actors.controller.pages import PageBook
 from actors.nouns import (
     AdmitRequest,
@@ -40,7 +40,7 @@ def epoch_of(ticket_id: TicketId) -> int:
 
 
 @dataclass(slots=True)
-class Replica:
+class Replica(Tracked):
     announcement: Announcement
     joined_ns: int
     heard_ns: int
@@ -53,11 +53,11 @@ class Replica:
     landed: int = 0  # of these, blocks of tickets whose pages the heartbeat counts
     unexplained: int = 0  # blocks held that no ticket here explains, at the last heartbeat
     inflight_tokens: int = 0  # prompt tokens of tickets that prefill here
-    tickets: set[TicketId] = field(default_factory=set)
+    tickets: TrackedSet[TicketId] = field(default_factory=TrackedSet)
     # Expected ends of tickets that decode here, sorted: (end, ticket, blocks then, blocks a second until then).
-    ends: list[tuple[int, TicketId, int, float]] = field(default_factory=list)
-    cancel: dict[tuple[TicketId, int], int] = field(default_factory=dict)  # to tell; how often still
-    counters: dict[str, float] = field(default_factory=dict)
+    ends: TrackedList[tuple[int, TicketId, int, float]] = field(default_factory=TrackedList)
+    cancel: TrackedDict[tuple[TicketId, int], int] = field(default_factory=TrackedDict)  # to tell; how often still
+    counters: TrackedDict[str, float] = field(default_factory=TrackedDict)
     book: PageBook = field(default_factory=PageBook)
     _page_bytes: int = 0
 
@@ -87,19 +87,21 @@ class Replica:
 
 
 @dataclass(slots=True)
-class Node:
+class Node(Tracked):
     """A node's transfer actor as last heard."""
 
     status: StagingStatus
     heard_ns: int
-    release: dict[tuple[TicketId, int], None] = field(default_factory=dict)  # to tell with the next report
+    release: TrackedDict[tuple[TicketId, int], None] = field(
+        default_factory=TrackedDict
+    )  # to tell with the next report
     stale: bool = False
     bytes_moved_before: int = 0  # by earlier lives of the transfer actor
     tokens_moved_before: int = 0
 
 
 @dataclass(slots=True)
-class Live:
+class Live(Tracked):
     """A ticket that has not ended."""
 
     ticket: Ticket
@@ -127,16 +129,16 @@ class Live:
         return self.ends_ns, self.ticket.ticket_id
 
 
-class Registry:
+class Registry(Tracked):
     def __init__(self) -> None:
-        self.replicas: dict[ReplicaId, Replica] = {}
-        self.nodes: dict[str, Node] = {}
-        self.tickets: dict[TicketId, Live] = {}
-        self.by_request: dict[tuple[str, str], TicketId] = {}  # (frontend, request) -> ticket
-        self.by_frontend: dict[str, set[TicketId]] = {}
-        self.by_state: dict[TicketState, int] = dict.fromkeys(TicketState, 0)
-        self.ended: OrderedDict[TicketId, Outcome] = OrderedDict()
-        self.ended_requests: OrderedDict[tuple[str, str], TicketId] = OrderedDict()
+        self.replicas: TrackedDict[ReplicaId, Replica] = TrackedDict()
+        self.nodes: TrackedDict[str, Node] = TrackedDict()
+        self.tickets: TrackedDict[TicketId, Live] = TrackedDict()
+        self.by_request: TrackedDict[tuple[str, str], TicketId] = TrackedDict()  # (frontend, request) -> ticket
+        self.by_frontend: TrackedDict[str, TrackedSet[TicketId]] = TrackedDict()
+        self.by_state: TrackedDict[TicketState, int] = TrackedDict(dict.fromkeys(TicketState, 0))
+        self.ended: RecentDict[TicketId, Outcome] = RecentDict(ENDED_REMEMBERED)
+        self.ended_requests: RecentDict[tuple[str, str], TicketId] = RecentDict(ENDED_REMEMBERED)
 
     # -- tickets
 
@@ -145,7 +147,7 @@ class Registry:
         ticket = live.ticket
         self.tickets[ticket.ticket_id] = live
         self.by_request[(ticket.frontend_id, ticket.request_id)] = ticket.ticket_id
-        self.by_frontend.setdefault(ticket.frontend_id, set()).add(ticket.ticket_id)
+        self.by_frontend.setdefault(ticket.frontend_id, TrackedSet()).add(ticket.ticket_id)
         self.by_state[live.state] += 1
 
     def attach(self, live: Live, decode: Replica | None, prefill: Replica | None) -> None:
@@ -221,10 +223,6 @@ class Registry:
             del self.by_frontend[ticket.frontend_id]
         self.ended[ticket.ticket_id] = outcome
         self.ended_requests[key] = ticket.ticket_id
-        while len(self.ended) > ENDED_REMEMBERED:
-            self.ended.popitem(last=False)
-        while len(self.ended_requests) > ENDED_REMEMBERED:
-            self.ended_requests.popitem(last=False)
 
     def reopen(self, ticket_id: TicketId, request: tuple[str, str]) -> None:
         """Forgets that the ticket has ended: it was ended by mistake, and is claimed again."""

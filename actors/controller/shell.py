@@ -257,7 +257,7 @@ class Controller:
         elif isinstance(effect, Replace):
             self._spawn(self._replace(effect))
         elif isinstance(effect, Log):
-            logger.info(effect.text)
+            logger.log(logging.ERROR if effect.is_error else logging.INFO, effect.text)
 
     def _start(self) -> None:
         if not self._tasks:

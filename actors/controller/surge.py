@@ -13,10 +13,10 @@ grown both before the last second and in it. Nor is it one when demand comes bac
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 
 from actors.controller.forecast import SECOND, Forecast
+from actors.controller.journal import Tracked, TrackedDeque
 
 CERTAINTY = 2.5  # standard deviations
 RESERVE = 2.0  # standard deviations of a steady demand that are kept free when a pool shrinks
@@ -33,10 +33,10 @@ class _Moment:
 
 
 @dataclass(slots=True)
-class Trend:
+class Trend(Tracked):
     """The demand's recent course. `look_ns`: longest window for growth; `keep_ns`: the window of `steady`."""
 
-    moments: deque[_Moment] = field(default_factory=deque)
+    moments: TrackedDeque[_Moment] = field(default_factory=TrackedDeque)
     growth: float = 0.0  # blocks a second that the demand certainly grows by; 0 when chance explains it
     steady: float = 0.0  # blocks that the inflow of the last `keep_ns` holds in the long run, with reserve
 
