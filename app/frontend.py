@@ -31,8 +31,9 @@ class Frontend:
 
         self.spec = spec = ClusterSpec.parse(spec_tree)
         set_environment(spec, Role.DECODE)
-        self.frontend_id = serve.get_replica_context().replica_id.unique_id
-        self.controller = RemoteController(lambda: get_or_create(spec), self.frontend_id)
+        context = serve.get_replica_context()
+        self.frontend_id = context.replica_id.unique_id
+        self.controller = RemoteController(lambda: get_or_create(context.app_name, spec), self.frontend_id)
         self.decode = RemoteDecode(decode, self.frontend_id)
         self.prefill = RemotePrefill(prefill if prefill is not None else decode, self.frontend_id)
         self._has_prefill = prefill is not None

@@ -16,7 +16,7 @@ ROUTER = "app.router.AddressedRouter"
 def resources(pool: PoolSpec) -> dict[str, Any]:
     """`ray_actor_options` and, for a group of several GPUs, `placement_group_bundles`: one bundle a GPU.
 
-    A group stays on one node where it fits (STRICT_PACK up to 8 GPUs). The replica actor runs in the first bundle
+    A group stays on one node. The replica actor runs in the first bundle
     without a GPU of its own; the engine's workers take one bundle each.
     """
     cpus, custom = pool.cpus, dict(pool.resources)
@@ -30,7 +30,7 @@ def resources(pool: PoolSpec) -> dict[str, Any]:
     return {
         "ray_actor_options": {"num_cpus": cpus, "resources": custom},
         "placement_group_bundles": [first, *others],
-        "placement_group_strategy": "STRICT_PACK" if pool.gpus_per_replica <= 8 else "PACK",
+        "placement_group_strategy": "STRICT_PACK",
     }
 
 

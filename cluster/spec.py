@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.engine_args import GROUP_GPUS_MAX, problem
 from cluster.fault_kinds import KINDS
 
 KvDtype = Literal["bfloat16", "fp8_e4m3"]
@@ -115,6 +116,13 @@ class PoolSpec(_Section):
             raise ValueError(
                 f"tensor_parallel {self.tensor_parallel} on a CPU pool; set gpus_per_replica or tensor_parallel: 1"
             )
+        if self.gpus_per_replica > GROUP_GPUS_MAX:
+            raise ValueError(
+                f"gpus_per_replica {self.gpus_per_replica} is more than one node's {GROUP_GPUS_MAX}: the workers of a "
+                "replica share one node's staging memory; set replicas instead"
+            )
+        if wrong := problem(self.engine_args):
+            raise ValueError(wrong)
         if self.kv_dtype == "bfloat16" and self.kv_scales != (1.0, 1.0):
             raise ValueError(f"kv_scales {self.kv_scales} on a bfloat16 cache; only an fp8_e4m3 cache has scales")
         if min(self.kv_scales) <= 0:

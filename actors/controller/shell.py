@@ -1,6 +1,6 @@
 """The controller as a Ray actor: futures for calls that wait, a clock, a tick, one actuator. No decisions in here.
 
-One named, detached actor a cluster. It ends itself when the application that it serves is gone.
+One named, detached actor an application. It ends itself when the application that it serves is gone.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ from actors.nouns import (
     Verdict,
 )
 from cluster.metrics import Emitter
+from cluster.names import NAMESPACE, controller_actor, transfer_actor
 from cluster.spec import ClusterSpec
 
-ACTOR_NAME = "pageferry-controller"
-NAMESPACE = "pageferry"
 DEPLOYMENTS = {Role.PREFILL: "Prefill", Role.DECODE: "Decode"}
 TICK_S = 0.1
 EXPORT_S = 2.0
@@ -87,17 +86,18 @@ logger = logging.getLogger("pageferry.controller")
 class Controller:
     """Run as a Ray actor; see `get_or_create`. Every method is typed by `actors.nouns`."""
 
-    def __init__(self, spec_json: str) -> None:
+    def __init__(self, application: str, spec_json: str) -> None:
         import ray.serve  # here: two threads that import it at once, later, find it half imported
 
         spec = ClusterSpec.model_validate_json(spec_json)
         self._machine = Machine(spec, int((time.time() - EPOCH_ZERO_S) * 2), time.monotonic_ns())
         tune_gc()
+        self._application = application
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
         self._orders: dict[str, asyncio.Queue[Order]] = {}
         self._polls: Counter[str] = Counter()  # frontend -> long polls that wait on its orders
-        self._actuator = ServeActuator()
+        self._actuator = ServeActuator(application)
         self._tasks: set[asyncio.Task[None]] = set()
         self._watched: set[str] = set()
         self._heard_at = time.monotonic()
@@ -314,7 +314,7 @@ class Controller:
     async def _replace(self, effect: Replace) -> None:
         """A transfer actor is restarted by Ray; a replica is made anew by Serve."""
         replica = effect.kind == "replica"
-        suffix = f"#{effect.name}" if replica else f"-transfer-{effect.name[:12]}"
+        suffix = f"#{effect.name}" if replica else transfer_actor(self._application, effect.name)
         try:
             if (actor := await asyncio.to_thread(_actor_of, suffix)) is not None:
                 logger.warning("%s %s hangs and is ended", effect.kind, effect.name)
@@ -335,7 +335,7 @@ class Controller:
             await asyncio.sleep(ORPHAN_S / 4)
             if time.monotonic() - self._heard_at < ORPHAN_S:
                 continue
-            if await asyncio.to_thread(_application) is None:
+            if not await asyncio.to_thread(_runs, self._application):
                 logger.info("the application is gone: the controller ends")
                 ray.kill(ray.get_runtime_context().current_actor)
                 return
@@ -344,13 +344,13 @@ class Controller:
 class ServeActuator:
     """Ray Serve's external scaler: the one road by which a pool changes its size."""
 
+    def __init__(self, application: str) -> None:
+        self._application = application
+
     async def scale(self, decision: ScaleDecision) -> str:
         """Empty when Serve took the target, else what it said."""
         try:
-            application = await asyncio.to_thread(_application)
-            if application is None:
-                return "no running application has a Decode deployment"
-            path = f"/api/v1/applications/{application}/deployments/{DEPLOYMENTS[decision.pool]}/scale"
+            path = f"/api/v1/applications/{self._application}/deployments/{DEPLOYMENTS[decision.pool]}/scale"
             await asyncio.to_thread(_call_dashboard, path, {"target_num_replicas": decision.target})
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             return f"{type(error).__name__}: {error}"
@@ -359,9 +359,8 @@ class ServeActuator:
     async def targets(self) -> Targets | None:
         """What Serve holds each pool at, or None when it does not say."""
         try:
-            application = await asyncio.to_thread(_application)
             details = await asyncio.to_thread(_call_dashboard, "/api/serve/applications/", None)
-            deployments = details["applications"][application]["deployments"]
+            deployments = details["applications"][self._application]["deployments"]
             sizes = {
                 role: int(deployments[name]["target_num_replicas"])
                 for role, name in DEPLOYMENTS.items()
@@ -384,14 +383,10 @@ def _actor_of(suffix: str) -> Any:
     return None
 
 
-def _application() -> str | None:
-    """The Serve application that has our Decode deployment."""
+def _runs(application: str) -> bool:
     from ray import serve
 
-    for name, details in serve.status().applications.items():
-        if DEPLOYMENTS[Role.DECODE] in details.deployments:
-            return str(name)
-    return None
+    return application in serve.status().applications
 
 
 def _call_dashboard(path: str, body: dict[str, Any] | None) -> Any:
@@ -404,18 +399,18 @@ def _call_dashboard(path: str, body: dict[str, Any] | None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(base.rstrip("/") + path, data=data, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"{path} answered {error.code}: {error.read(500).decode(errors='replace')}") from None
 
 
-def get_or_create(spec: ClusterSpec) -> Any:
-    """The cluster's controller; made if it is not there."""
+def get_or_create(application: str, spec: ClusterSpec) -> Any:
+    """The application's controller; made if it is not there."""
     return (
         ray.remote(Controller)
         .options(
-            name=ACTOR_NAME,
+            name=controller_actor(application),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -423,6 +418,8 @@ def get_or_create(spec: ClusterSpec) -> Any:
             max_task_retries=0,
             max_concurrency=100_000,
             num_cpus=0,
+            # Else, made by a replica that is a placement group, it would belong to that group and end with it for good.
+            scheduling_strategy="DEFAULT",
         )
-        .remote(spec.model_dump_json())
+        .remote(application, spec.model_dump_json())
     )

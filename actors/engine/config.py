@@ -12,17 +12,6 @@ from actors.nouns import Fingerprint, Role
 from cluster.spec import ClusterSpec, PoolSpec
 
 CONNECTOR_MODULE = "actors.engine.connector"
-# Engine arguments that the hand-over depends on: set in the pool's own fields, never in `engine_args`.
-OWNED_ARGS = {
-    "model": "model.path or the pool's weights",
-    "kv_cache_dtype": "kv_dtype",
-    "block_size": "block_tokens",
-    "tensor_parallel_size": "tensor_parallel",
-    "kv_transfer_config": "transfer",
-    "worker_extension_cls": "integrity",
-    "scheduler_cls": "integrity",
-    "disable_hybrid_kv_cache_manager": "nothing: pages need one cache group",
-}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
@@ -71,9 +60,6 @@ def set_environment(spec: ClusterSpec, role: Role) -> None:
 def engine_kwargs(spec: ClusterSpec, role: Role, replica_id: str, socket_path: str) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs for a replica of this pool."""
     pool, model = pool_of(spec, role), spec.model
-    for name, where in OWNED_ARGS.items():
-        if name in pool.engine_args:
-            raise ConfigError(f"pools.{role}.engine_args.{name} is set by {where}; remove it")
     if pool.gpus_per_replica > 1:
         backend = "ray"
     elif pool.tensor_parallel == 1:

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from actors.controller.shell import ACTOR_NAME, get_or_create
+from actors.controller.shell import get_or_create
 from actors.engine.config import set_environment
 from actors.engine.host import DecodeHost, PrefillHost
 from actors.nouns import Announcement, HandOver, PrefillDone, Role, Ticket
@@ -19,19 +19,21 @@ from cluster.spec import ClusterSpec
 async def _wiring(spec: ClusterSpec, role: Role) -> dict[str, Any]:
     set_environment(spec, role)  # before anything imports vLLM
     node_id = ray.get_runtime_context().get_node_id()
-    get_or_create(spec)  # a transfer actor without a controller would think that its application has ended
+    context = serve.get_replica_context()
+    application = context.app_name
+    get_or_create(application, spec)  # a transfer actor without a controller would think that its application has ended
 
     def get_transfer() -> Any:
         transfer = spec.transfer
-        return transfer_shell.get_or_create(node_id, transfer.staging_bytes_max, transfer.lease_s, ACTOR_NAME)
+        return transfer_shell.get_or_create(node_id, transfer.staging_bytes_max, transfer.lease_s, application)
 
     place = await get_transfer().start.remote()
     return {
-        "replica_id": serve.get_replica_context().replica_id.unique_id,
+        "replica_id": context.replica_id.unique_id,
         "node_id": node_id,
         "get_transfer": get_transfer,
         "socket_path": place["socket"],
-        "get_controller": lambda: get_or_create(spec),
+        "get_controller": lambda: get_or_create(application, spec),
     }
 
 

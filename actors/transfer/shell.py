@@ -1,4 +1,4 @@
-"""The KVTransfer actor: one a node. Owns the node's staging memory and the local socket of its worker halves.
+"""The KVTransfer actor: one a node and application. Owns its staging memory and the local socket of its worker halves.
 
 It only carries: who may touch which bytes is `staging`, what a seal is made of is `seals`, and every decision about a
 ticket is the controller's.
@@ -33,24 +33,20 @@ from actors.transfer.channel import (
 )
 from actors.transfer.seals import SealBook
 from actors.transfer.staging import Key, Region, Staging
+from cluster.names import NAMESPACE, controller_actor, file_tag, transfer_actor
 
 logger = logging.getLogger("pageferry.transfer")
 
-NAMESPACE = "pageferry"
 REPORT_EVERY_S = 0.5
 EXPIRE_EVERY_S = 0.25
 REMEMBERED = 1_000
 ORPHAN_S = 120.0  # no controller and no engine for this long: the application has ended
 
 
-def actor_name(node_id: str) -> str:
-    return f"pageferry-transfer-{node_id[:12]}"
-
-
 class KVTransfer:
     """Run as a Ray actor; see `get_or_create`."""
 
-    def __init__(self, node_id: str, staging_bytes_max: int, lease_s: float, controller_name: str) -> None:
+    def __init__(self, node_id: str, staging_bytes_max: int, lease_s: float, application: str) -> None:
         self.node_id = node_id
         self.incarnation = time.time_ns()
         self.lease_ns = int(lease_s * 1e9)
@@ -59,7 +55,7 @@ class KVTransfer:
         self.seals = SealBook()
         self.bytes_moved = 0
         self.tokens_moved = 0
-        self._controller_name = controller_name
+        self._application = application
         self._controller: Any = None
         self._events: list[TransferEvent] = []
         self._standing: dict[Key, Sealed] = {}  # sealed, and the lease not released yet
@@ -75,7 +71,7 @@ class KVTransfer:
         folder = Path(tempfile.gettempdir()) / f"pageferry-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         # The same in every life of this actor, so that worker halves find the next one.
-        self.socket_path = str(folder / f"transfer-{node_id[:12]}.sock")
+        self.socket_path = str(folder / f"transfer-{file_tag(application)}-{node_id[:12]}.sock")
 
     # -- set-up
 
@@ -201,7 +197,7 @@ class KVTransfer:
     async def _fetch(self, hand_over: HandOver) -> Lease | Verdict:
         source = hand_over.lease
         try:
-            peer = ray.get_actor(actor_name(source.node_id), namespace=NAMESPACE)
+            peer = ray.get_actor(transfer_actor(self._application, source.node_id), namespace=NAMESPACE)
             data = await asyncio.wait_for(peer.read.remote(source), hand_over.deadline_s)
         except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
             logger.warning("ticket %d: cannot fetch from node %s: %s", hand_over.ticket_id, source.node_id, error)
@@ -334,7 +330,7 @@ class KVTransfer:
             events, self._events = self._events, []
             try:
                 if self._controller is None:
-                    self._controller = ray.get_actor(self._controller_name, namespace=NAMESPACE)
+                    self._controller = ray.get_actor(controller_actor(self._application), namespace=NAMESPACE)
                 stale = await self._controller.transfer_report.remote(self.status(), events)
                 self._orphan_since = 0.0
             except (ValueError, ray.exceptions.RayError) as error:
@@ -397,14 +393,14 @@ class KVTransferActor(KVTransfer):
         await self.start()
 
 
-def get_or_create(node_id: str, staging_bytes_max: int, lease_s: float, controller_name: str) -> Any:
-    """The node's KVTransfer actor; made on that node if it is not there."""
+def get_or_create(node_id: str, staging_bytes_max: int, lease_s: float, application: str) -> Any:
+    """The application's KVTransfer actor of a node; made there if it is not there."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return (
         ray.remote(KVTransferActor)
         .options(
-            name=actor_name(node_id),
+            name=transfer_actor(application, node_id),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -414,5 +410,5 @@ def get_or_create(node_id: str, staging_bytes_max: int, lease_s: float, controll
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(node_id, staging_bytes_max, lease_s, controller_name)
+        .remote(node_id, staging_bytes_max, lease_s, application)
     )

@@ -13,21 +13,21 @@ import socket
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from app.commands.own_http import DIRECT
 from app.processes import MARK, end_marked, marked, sweep
+from cluster.names import NAMESPACE, is_of
 from cluster.placement import DRAIN_S, cpus_asked
 from cluster.planning.at_start import refuse_unfit_cpu_pools
 from cluster.planning.fits import DoesNotFit
 from cluster.quality import PoorQuality, check_quality
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 
-APPLICATION = "pageferry"
+APPLICATION = "pageferry"  # by default
 HAPROXY_WRAPPER = Path(__file__).with_name("haproxy")
 POLL_S = 0.5
 
@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as pools.decode.replicas=2")
     make.add_argument("--port", type=int, help="HTTP port; default: frontend.port")
     make.add_argument("--address", help="a running Ray cluster; default: a new local one that ends with this command")
-    make.add_argument("--dashboard-port", type=int, default=8265, help="of the new local Ray cluster")
+    make.add_argument("--dashboard-port", type=int, default=0, help="of the new local Ray cluster; default: a free one")
+    make.add_argument("--name", default=APPLICATION, help="of the Serve application; default: %(default)s")
+    make.add_argument("--route-prefix", default="/", help="of its HTTP routes; each application has its own")
     make.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until the service is healthy")
     return make
 
@@ -64,7 +66,7 @@ def main(argv: list[str]) -> int:
         print(f"pageferry serve: {error}", file=sys.stderr)
         return 2
     _catch_signals()
-    service = Service(spec, args.address, args.dashboard_port)
+    service = Service(spec, args.address, args.dashboard_port, args.name, args.route_prefix)
     try:
         service.start(_catch_signals)
         service.wait_healthy(args.timeout)
@@ -72,7 +74,7 @@ def main(argv: list[str]) -> int:
         service.watch()
     except Stop as stop:
         say(f"{stop}: ending what was started")
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError, ValueError, OSError) as error:
         print(f"pageferry serve: {error}", file=sys.stderr)
         return 1
     finally:
@@ -98,10 +100,20 @@ def say(text: str) -> None:
 class Service:
     """One running application, and the Ray cluster under it when that is ours."""
 
-    def __init__(self, spec: ClusterSpec, address: str | None, dashboard_port: int) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        address: str | None,
+        dashboard_port: int = 0,
+        application: str = APPLICATION,
+        route_prefix: str = "/",
+    ) -> None:
         self.spec = spec
         self.address = address
         self.dashboard_port = dashboard_port
+        self.application = application
+        self.route_prefix = route_prefix
+        self._deployed = False
         self.dashboard_url = ""
         self._mark = uuid.uuid4().hex
         self._began = time.monotonic()
@@ -119,7 +131,8 @@ class Service:
 
     @property
     def url(self) -> str:
-        return f"http://{self.spec.frontend.host}:{self.spec.frontend.port}"
+        prefix = self.route_prefix.rstrip("/")
+        return f"http://{self.spec.frontend.host}:{self.spec.frontend.port}{prefix}"
 
     # -- start
 
@@ -133,6 +146,8 @@ class Service:
         context = ray.init(**self._ray_options())
         ray_is_up()
         self.dashboard_url = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+        if self.address is not None:
+            self._refuse_taken_name()
         self._start_serve()
         self.deploy(self.spec)
 
@@ -160,13 +175,25 @@ class Service:
             "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus_asked(self.spec))),
             "include_dashboard": True,
             "dashboard_host": "127.0.0.1",
-            "dashboard_port": self.dashboard_port,
+            "dashboard_port": self.dashboard_port or _free_port(),
             "object_store_memory": 256 << 20,  # requests and tokens; pages do not travel through it
             "log_to_driver": False,
             "configure_logging": False,
             "_node_ip_address": "127.0.0.1",
             "_temp_dir": str(self._temp_dir),
         }
+
+    def _refuse_taken_name(self) -> None:
+        """Deploying under it would replace the other's model, and Ctrl-C would then delete it."""
+        from ray import serve
+
+        running = serve.status().applications
+        if self.application in running:
+            raise RuntimeError(
+                f"--name {self.application}: an application of this name is on the cluster already "
+                f"({running[self.application].status}); choose another --name and --route-prefix, or delete it first "
+                f"(serve.delete({self.application!r}))"
+            )
 
     def _start_serve(self) -> None:
         from ray import serve
@@ -182,12 +209,13 @@ class Service:
         from app.main import application
 
         self.spec = spec
+        self._deployed = True
         serve.api.run_many(
             [
                 serve.RunTarget(
                     target=application(self.spec),
-                    name=APPLICATION,
-                    route_prefix="/",
+                    name=self.application,
+                    route_prefix=self.route_prefix,
                     external_scaler_enabled=self.spec.scaling.mode != "off",
                 )
             ],
@@ -215,7 +243,7 @@ class Service:
     def _state(self) -> str:
         from ray import serve
 
-        application = serve.status().applications.get(APPLICATION)
+        application = serve.status().applications.get(self.application)
         if application is None:
             return "waiting for Serve"
         if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
@@ -240,9 +268,9 @@ class Service:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            with DIRECT.open(f"{self.url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
+        except OSError:
             return False
 
     def welcome(self) -> str:
@@ -274,18 +302,17 @@ class Service:
                 shutil.rmtree(self._temp_dir, ignore_errors=True)
             return
         if ray.is_initialized():
-            _quietly("the application", self._take_down)
+            if self._deployed:
+                _quietly("the application", self._take_down)
             _quietly("Ray", ray.shutdown)
 
     def _take_down(self) -> None:
         import ray
         from ray import serve
 
-        from actors.controller.shell import ACTOR_NAME, NAMESPACE
-
-        serve.delete(APPLICATION)
+        serve.delete(self.application)
         for found in ray.util.list_named_actors(all_namespaces=True):
-            if found["namespace"] == NAMESPACE and found["name"].startswith(ACTOR_NAME.split("-")[0]):
+            if found["namespace"] == NAMESPACE and is_of(self.application, found["name"]):
                 ray.kill(ray.get_actor(found["name"], namespace=NAMESPACE))
 
     def _end_processes(self) -> None:

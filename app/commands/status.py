@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from app.commands.own_http import opener
 from cluster.json_output import print_json
 
 
@@ -54,7 +55,7 @@ def fetch(url: str, path: str, api_key: str | None = None) -> dict[str, Any]:
     """Raises OSError when the service is not there or refuses."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=10) as answer:
+        with opener(url).open(urllib.request.Request(url + path, headers=headers), timeout=10) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
     except urllib.error.HTTPError as error:

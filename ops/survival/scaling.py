@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from actors.controller.shell import ACTOR_NAME, NAMESPACE
 from actors.nouns import Role
+from cluster.names import NAMESPACE, controller_actor
 from cluster.spec import ClusterSpec
 from ops.survival import checks, load, targets
 from ops.survival.campaign import WHOLE_S, Campaign, Result
@@ -29,7 +29,7 @@ async def scale_down(campaign: Campaign, seed: int) -> Result:
     await asyncio.sleep(rng.uniform(0.3, 2.5))
     status = await campaign.status()
     phase = {state: count for state, count in status["tickets"]["by_state"].items() if count}
-    await set_target(1)
+    await set_target(campaign, 1)
     more, leaving = await _watch_leaving(campaign)
     answers = await wave
     findings = checks.judge(answers, may_break=False)
@@ -62,8 +62,8 @@ async def _watch_leaving(campaign: Campaign) -> tuple[list[str], str]:
     return [*problems, f"{leaving or 'no replica'} has not left within {LEAVE_S:g} s"], leaving
 
 
-async def set_target(count: int) -> None:
-    controller: Any = ray.get_actor(ACTOR_NAME, namespace=NAMESPACE)
+async def set_target(campaign: Campaign, count: int) -> None:
+    controller: Any = ray.get_actor(controller_actor(campaign.service.application), namespace=NAMESPACE)
     problem = await controller.set_target.remote(Role.DECODE, count)
     if problem:
         raise RuntimeError(f"Serve did not take the target: {problem}")
@@ -72,7 +72,7 @@ async def set_target(count: int) -> None:
 async def resize(campaign: Campaign, count: int) -> None:
     """Until the decode pool has that many replicas, all of them ready."""
     until = time.monotonic() + WHOLE_S
-    await set_target(count)
+    await set_target(campaign, count)
     while time.monotonic() < until:
         if len(targets.ready_replicas(await campaign.status(), "decode")) == count:
             return

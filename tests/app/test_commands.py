@@ -20,6 +20,8 @@ from rich.console import Console
 from actors.controller import status as view
 from actors.controller.machine import Machine
 from app.cli import main
+from app.commands.own_http import DIRECT, opener
+from app.commands.serve import Service
 from app.commands.status import audit_lines, audit_table, size, table
 from app.processes import MARK, end_marked, marked, sweep
 from cluster.spec import ClusterSpec
@@ -125,6 +127,22 @@ def test_audit_is_a_row_a_replica_with_the_history_of_each_page() -> None:
         "tag mismatch: abc: request r1: page 9 in the place of page 7",
         "    step 4 freed tag 0x1",
     ]
+
+
+def test_a_service_on_this_machine_is_not_asked_through_a_proxy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    spec = ClusterSpec.load("local-cpu", {"frontend.port": int(url.rpartition(":")[2])})
+    assert Service(spec, None)._healthy()
+    assert main(["status", "--url", url]) == 0
+    assert main(["status", "--url", url.replace("127.0.0.1", "localhost")]) == 0
+
+
+def test_another_machine_is_asked_through_the_proxy_of_the_environment() -> None:
+    assert opener("http://127.0.0.1:1") is opener("http://localhost:2") is opener("http://[::1]:3") is DIRECT
+    assert opener("http://10.0.0.1:1") is opener("http://service.example") is not DIRECT
 
 
 def test_no_service_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:

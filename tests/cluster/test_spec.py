@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from cluster.engine_args import ONLY, OWNED
 from cluster.spec import TOPOLOGIES, ClusterSpec, SpecError, find_topology, parse_overrides
 
 
@@ -41,6 +42,7 @@ def test_defaults_and_derived_values() -> None:
         ({"replicas": 5, "max_replicas": 2}, "min_replicas 5 is above max_replicas 2"),
         ({"replicas": 1, "min_replicas": 2, "max_replicas": 3}, "replicas 1 is outside"),
         ({"tensor_parallel": 2}, "tensor_parallel 2 on a CPU pool"),
+        ({"gpus_per_replica": 16, "tensor_parallel": 16}, "more than one node's 8"),
         ({"gpus_per_replica": 1, "tensor_parallel": 2}, "tensor_parallel 2 needs more than gpus_per_replica 1"),
         ({"kv_dtype": "bfloat16", "kv_scales": [0.5, 0.5]}, "only an fp8_e4m3 cache has scales"),
         ({"kv_scales": [0.0, 1.0]}, "both must be above 0"),
@@ -116,3 +118,14 @@ def test_a_fault_that_does_not_exist_is_refused_with_the_nearest() -> None:
     assert ClusterSpec.load("local-cpu", {"faults.kinds": ["bit_flip"]}).faults.kinds == ("bit_flip",)
     with pytest.raises(SpecError, match=r"faults: kinds: 'bit_flop' is no kind of fault; did you mean bit_flip\?"):
         ClusterSpec.load("local-cpu", {"faults.kinds": ["bit_flop"]})
+
+
+@pytest.mark.parametrize("name", sorted([*OWNED, *ONLY]))
+def test_an_engine_argument_that_cannot_work_is_refused_by_name(name: str) -> None:
+    with pytest.raises(SpecError, match=rf"pools\.decode: engine_args\.{name}\b"):
+        ClusterSpec.load("local-cpu", {f"pools.decode.engine_args.{name}": 2})
+
+
+def test_an_engine_argument_at_its_only_value_is_harmless() -> None:
+    for name, (value, _) in ONLY.items():
+        assert ClusterSpec.load("local-cpu", {f"pools.decode.engine_args.{name}": value}).pools.decode.engine_args
