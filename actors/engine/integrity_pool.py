@@ -17,6 +17,7 @@ from actors.engine.ledger import FreeAnswer, Ledger
 logger = logging.getLogger("pageferry.integrity")
 
 SCRUBBED_PER_STEP = 16
+RELIEVE_EVERY_STEPS = 16  # asking which pages can be lifted looks at every claim
 QUARANTINED_SHARE_MAX = 0.05
 
 
@@ -212,7 +213,7 @@ class PoolGuard:
     def relieve(self) -> None:
         """Keeps the quarantine from starving the scheduler: above its share, pages that nobody can hold are lifted."""
         excess = self.ledger.num_quarantined - self._quarantine_max
-        if excess > 0:
+        if excess > 0 and self.ledger.step % RELIEVE_EVERY_STEPS == 0:
             self.lift(self.ledger.ripe()[:excess])
 
     def lift(self, pages: Sequence[int]) -> None:

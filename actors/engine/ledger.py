@@ -13,7 +13,7 @@ what others say (the pool's reference counts and free list, the worker's block t
 
 A broken law is a `Breach`: counted, kept with the page's last events, and answered so that the engine lives on. A page
 in doubt is never handed out again before the doubt is lifted: it is withheld when its last holder leaves, at least
-until every request of that time is gone.
+until no living request claims it from before.
 
 The pool is seen through numbers that its caller passes in; page 0 is vLLM's null page, never claimed, never tagged.
 """
@@ -295,15 +295,19 @@ class Ledger:
         self._note(page, "quarantined", "")
 
     def ripe(self) -> list[int]:
-        """Quarantined pages that nobody alive can believe to hold, oldest first.
+        """Quarantined pages that no living request claims since before they went in, oldest first.
 
-        Every request that had claims when they went in has given them up, and no step of that time is in flight.
+        A claim on a former life counts too: that request still believes to hold the page. Steps that were in flight
+        when a page went in have ended as well. Costs a look at every claim.
         """
-        oldest = next(iter(self._claims.values())).born if self._claims else self._births
+        oldest: dict[int, int] = {}  # page -> birth of the oldest living claim on it
+        for claim in self._claims.values():  # in the order of their births
+            for page in self._withheld.keys() & claim.pages:
+                oldest.setdefault(page, claim.born)
         return [
             page
             for page, (births, step) in self._withheld.items()
-            if births <= oldest and step + STEPS_IN_FLIGHT <= self.step
+            if births <= oldest.get(page, births) and step + STEPS_IN_FLIGHT <= self.step
         ]
 
     def lift(self, pages: Sequence[int]) -> None:
