@@ -23,6 +23,11 @@ KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRES
 """For glibc, bytes, of a CPU engine's processes. By default it gives a layer's activations back to the kernel and takes
 them again for the next layer: 89,000 page faults for one prompt of 1,000 tokens, a tenth to a fifth of its time."""
 
+# Seconds that a reader of vLLM's queue between EngineCore and Worker yields in a loop before it sleeps (vLLM: 1).
+# Not 0: ZeroMQ may drop a wake-up that follows another within about a millisecond, and the engine then stands still.
+QUEUE_BUSY_LOOP = "PAGEFERRY_QUEUE_BUSY_LOOP_S"
+QUEUE_BUSY_LOOP_S = "0.003"
+CPU_EXECUTOR = "actors.engine.vllm_patches.MultiprocExecutor"
 
 PREFILL_SEED = 0x50F
 
@@ -44,6 +49,7 @@ def set_environment(spec: ClusterSpec, role: Role) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, int(pool.cpus))),
             "OMP_WAIT_POLICY": "PASSIVE",
+            QUEUE_BUSY_LOOP: QUEUE_BUSY_LOOP_S,
             **KEEP_FREED_MEMORY,
         }
         if pool.kv_cache_gib is not None:
@@ -62,10 +68,8 @@ def engine_kwargs(spec: ClusterSpec, role: Role, replica_id: str, socket_path: s
     pool, model = pool_of(spec, role), spec.model
     if pool.gpus_per_replica > 1:
         backend = "ray"
-    elif pool.tensor_parallel == 1:
-        backend = "uni"
     else:
-        backend = "mp"
+        backend = "uni" if pool.gpus_per_replica else CPU_EXECUTOR
     kwargs: dict[str, Any] = {
         "model": pool.weights or model.path,
         "tokenizer": model.tokenizer or model.path,

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from actors.engine import weights
+from actors.engine import vllm_patches, weights
 from actors.engine.faults import FaultError, Faults
 from actors.engine.integrity import CheckTracker, NoTracker, Proof
 from actors.engine.integrity_worker import TagCheck, forward_of, self_test
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-weights.count_at_load()  # this module is imported by a worker before it loads its model
+# A worker imports this module before it loads its model and before it opens its queue.
+weights.count_at_load()
+vllm_patches.shorten_busy_loop()
 
 
 class FerryConnector(KVConnectorBase_V1):

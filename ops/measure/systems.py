@@ -26,7 +26,7 @@ from typing import Any
 
 import aiohttp
 
-from actors.engine.config import KEEP_FREED_MEMORY
+from actors.engine.config import CPU_EXECUTOR, KEEP_FREED_MEMORY, QUEUE_BUSY_LOOP, QUEUE_BUSY_LOOP_S
 from app.processes import end_marked, marked
 from cluster.spec import ClusterSpec, PoolSpec
 from ops.measure import peers
@@ -63,12 +63,13 @@ class SystemSpec:
 
 
 def engine_environment(pool: PoolSpec, threads: int) -> dict[str, str]:
-    """The same for every system, what this service would set for itself too: the comparison is not about allocators."""
+    """The same for every system, what this service sets for itself too: allocators and queues are not compared."""
     environment = {
         **KEEP_FREED_MEMORY,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
+        QUEUE_BUSY_LOOP: QUEUE_BUSY_LOOP_S,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -83,6 +84,9 @@ def engine_environment(pool: PoolSpec, threads: int) -> dict[str, str]:
 def engine_settings(spec: ClusterSpec, pool: PoolSpec, kv_dtype: str) -> dict[str, Any]:
     """vLLM engine arguments of a peer that has this pool's settings."""
     settings: dict[str, Any] = {
+        # vLLM's queue as our own engines have it, or the peers' EngineCore would take the core that their worker needs.
+        "distributed_executor_backend": CPU_EXECUTOR,
+        "worker_extension_cls": "actors.engine.vllm_patches.ShortBusyLoop",
         "block_size": pool.block_tokens,
         "dtype": "bfloat16",
         "kv_cache_dtype": "auto" if kv_dtype == "bfloat16" else kv_dtype,
