@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -114,6 +115,9 @@ async def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8190)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # ends the running service too
     rows = []
     with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
         print(f"log of the services: {log.name}")
