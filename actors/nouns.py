@@ -186,7 +186,9 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that happened to a request in an engine; batched per tick to the controller."""
 
-    kind: str  # prefill_started, decode_started, released, recomputed, tag_mismatch, quarantined
+    # prefill_started, decode_started, prompt_computed (`num_tokens` of it were cached), released, recomputed,
+    # tag_mismatch, quarantined
+    kind: str
     ticket_id: TicketId = 0
     request_id: str = ""
     num_tokens: int = 0

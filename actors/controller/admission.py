@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from actors.controller.affinity import HashRing, LoadIndex, PrefixIndex
-from actors.controller.forecast import SECOND, Forecast, blocks_for, outlook
+from actors.controller.forecast import SECOND, Forecast, blocks_for, outlook, per_sequence
 from actors.controller.journal import Tracked, TrackedDict, TrackedList
 from actors.controller.registry import Replica
 from actors.nouns import AdmitRequest, ReplicaId, Role, TicketId
@@ -35,6 +35,8 @@ class Choice:
     ends_ns: int
     prefill_tokens: int
     reason: str
+    hit_pages: int = 0  # of the prompt, that the replica which computes it probably has cached
+    hit_used: int = 0  # see `PrefixIndex.used`
 
 
 @dataclass(slots=True)
@@ -128,6 +130,7 @@ class Chooser(Tracked):
         if pool is None:
             tokenizer = replica.announcement.fingerprint.tokenizer
             pool = self._pools[(replica.role, replica.announcement.generation)] = _Pool(tokenizer)
+        pool.prefixes.put(replica.id, replica.announcement.blocks_total)
         if not replica.usable:
             pool.index.drop(replica.id)
             pool.ring.drop(replica.id)
@@ -146,6 +149,7 @@ class Chooser(Tracked):
             pool.index.drop(replica.id)
             pool.ring.drop(replica.id)
             pool.resize(replica.id, 0)
+            pool.prefixes.drop(replica.id)
             if not pool.index:
                 del self._pools[key]
 
@@ -159,8 +163,9 @@ class Chooser(Tracked):
         """Replicas for the request, or None when none has room. `generation`: only there (a resumed stream)."""
         forecast = self._forecast
         output = forecast.output_tokens(request)
-        prompt = request.num_prompt_tokens + request.num_output_tokens
-        lasts_ns = forecast.prompt_token_ns * prompt + forecast.token_ns * max(1, output - request.num_output_tokens)
+        emitted = per_sequence(request, request.num_output_tokens)
+        prompt = request.num_prompt_tokens + emitted
+        lasts_ns = forecast.prompt_token_ns * prompt + forecast.token_ns * max(1, output - emitted)
         need = _Need(request, prompt, output, now_ns + int(lasts_ns), forecast.token_ns)
         seat = self._decode(need, now_ns, generation)
         if seat is None:
@@ -168,7 +173,12 @@ class Chooser(Tracked):
         facts = seat.replica.announcement
         uncached = max(0, prompt - seat.hit_pages * facts.block_tokens)
         prefill, tokens, how = self._prefill(request, seat.replica, prompt, uncached)
-        self._pools[(Role.DECODE, facts.generation)].prefixes.note(request.prefix_hashes, seat.replica.id)
+        if prefill is None:
+            hit_pages, hit_used = self._note(request, seat.replica, seat.hit_pages, seat.blocks)
+        else:
+            self._note(request, seat.replica, 0, seat.blocks)
+            size = prefill.announcement.block_tokens
+            hit_pages, hit_used = self._note(request, prefill, (prompt - tokens) // size, -(-tokens // size))
         return Choice(
             decode=seat.replica,
             prefill=prefill,
@@ -177,7 +187,24 @@ class Chooser(Tracked):
             ends_ns=need.ends_ns,
             prefill_tokens=tokens,
             reason=f"{seat.why(prompt)}; {how}",
+            hit_pages=hit_pages,
+            hit_used=hit_used,
         )
+
+    def _note(self, request: AdmitRequest, replica: Replica, hit_pages: int, num_pages: int) -> tuple[int, int]:
+        """The replica will have this prompt cached, and allocates `num_pages` for it."""
+        prefixes = self._pools[(replica.role, replica.announcement.generation)].prefixes
+        hit_used = prefixes.used(request.prefix_hashes[hit_pages - 1], replica.id) if hit_pages else 0
+        prefixes.allocated(replica.id, num_pages)
+        prefixes.note(request.prefix_hashes, replica.id)
+        return hit_pages, hit_used
+
+    def prompt_computed(self, replica: Replica, hit_pages: int, hit_used: int, num_cached_tokens: int) -> None:
+        """The engine found `num_cached_tokens` of a prompt cached that was expected to have `hit_pages` there."""
+        pool = self._pools.get((replica.role, replica.announcement.generation))
+        # An engine always computes the last token of a prompt, so it may use one page less than it has.
+        if pool is not None and num_cached_tokens < (hit_pages - 1) * replica.announcement.block_tokens:
+            pool.prefixes.evicted(replica.id, hit_used)
 
     def has_pool(self, request: AdmitRequest, generation: str | None) -> bool:
         """Whether any decode replica that is here now could take the request, full as it may be."""
@@ -281,7 +308,6 @@ class Chooser(Tracked):
         if best is None:
             return None, 0, "decode computes the prompt: every prefill replica is excluded"
         ahead, replica, tokens = best
-        pool.prefixes.note(request.prefix_hashes, replica.id)
         cached = f", {prompt - tokens} of them cached" if tokens < prompt else ""
         return replica, tokens, f"{replica.id} has {ahead - tokens} prompt tokens before this one's {prompt}{cached}"
 

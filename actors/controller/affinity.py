@@ -74,50 +74,81 @@ def landmarks(num_pages: int) -> tuple[int, ...]:
 class PrefixIndex(Tracked):
     """Which replicas have probably cached which prompt prefixes.
 
-    A guess, never a promise: the engine's own prefix cache decides what is a hit, and a holder named here may be gone.
-    What has not been used for a while is forgotten half the index at a time, which costs nothing in between.
+    A guess: the engine's own prefix cache decides what is a hit. A replica's entry is forgotten once as many pages as
+    its cache holds were allocated there since the entry was used last (the cache drops the least recently used page),
+    when the replica is dropped, and when its engine reports fewer cached tokens (`evicted`). What has not been used
+    for a while is forgotten half the index at a time.
     """
 
     def __init__(self, entries_max: int = 100_000, holders_max: int = 2) -> None:
         self._half = max(1, entries_max // 2)
         self._holders_max = holders_max
-        self._young: TrackedDict[int, tuple[ReplicaId, ...]] = TrackedDict()
-        self._old: TrackedDict[int, tuple[ReplicaId, ...]] = TrackedDict()
+        # By hash: holders, latest first, each with the pages allocated there when it was used last.
+        self._young: TrackedDict[int, tuple[tuple[ReplicaId, int], ...]] = TrackedDict()
+        self._old: TrackedDict[int, tuple[tuple[ReplicaId, int], ...]] = TrackedDict()
+        self._capacity: TrackedDict[ReplicaId, int] = TrackedDict()  # pages
+        self._allocated: TrackedDict[ReplicaId, int] = TrackedDict()  # pages, ever
+        self._evicted: TrackedDict[ReplicaId, int] = TrackedDict()  # what was used up to there is gone
 
     def __len__(self) -> int:
         return len(self._young) + sum(key not in self._young for key in self._old)
 
+    def put(self, replica_id: ReplicaId, capacity: int) -> None:
+        """The replica's cache holds `capacity` pages."""
+        if self._capacity.get(replica_id) != capacity:
+            self._capacity[replica_id] = capacity
+            self._allocated.setdefault(replica_id, 0)
+
+    def drop(self, replica_id: ReplicaId) -> None:
+        """The replica is gone, and its cache with it."""
+        if self._capacity.pop(replica_id, None) is not None:
+            self.evicted(replica_id, self._allocated[replica_id])
+
+    def allocated(self, replica_id: ReplicaId, num_pages: int) -> None:
+        self._allocated[replica_id] = self._allocated.get(replica_id, 0) + num_pages
+
     def note(self, hashes: tuple[int, ...], replica_id: ReplicaId) -> None:
         """`replica_id` is about to have this prompt in its cache."""
         young, old = self._young, self._old
+        newest = (replica_id, self._allocated.get(replica_id, 0) + 1)
         for mark in landmarks(len(hashes)):
             key = hashes[mark - 1]
-            holders = young.get(key) or old.get(key)
-            if holders is None:
-                young[key] = (replica_id,)
-            elif holders[0] == replica_id:
-                young[key] = holders
-            else:
-                others = [holder for holder in holders if holder != replica_id]
-                young[key] = (replica_id, *others[: self._holders_max - 1])  # latest first
+            holders = young.get(key) or old.get(key) or ()
+            others = tuple(holder for holder in holders if holder[0] != replica_id)
+            young[key] = (newest, *others[: self._holders_max - 1])
         if len(young) > self._half:
             self._young, self._old = TrackedDict(), young
 
+    def used(self, page_hash: int, replica_id: ReplicaId) -> int:
+        """Pages allocated on the replica when it used this prefix last; 0 when it does not have it."""
+        return next((then for name, then in self._holders(page_hash) if name == replica_id), 0)
+
+    def evicted(self, replica_id: ReplicaId, used: int) -> None:
+        """The engine had not cached a prefix that it had `used` last then; so what it used before is gone as well."""
+        self._evicted[replica_id] = max(used, self._evicted.get(replica_id, 0))
+
     def longest(self, hashes: tuple[int, ...]) -> tuple[int, tuple[ReplicaId, ...]]:
         """Pages of the longest known prefix, and who holds it (latest first); (0, ()) when nobody does."""
-        young, old = self._young, self._old
         marks = landmarks(len(hashes))
         low, high = 0, len(marks)  # a known prefix has all its shorter ones known: binary search
         found: tuple[ReplicaId, ...] = ()
         while low < high:
             middle = (low + high) // 2
-            key = hashes[marks[middle] - 1]
-            holders = young.get(key) or old.get(key)
+            holders = self._holders(hashes[marks[middle] - 1])
             if holders:
-                low, found = middle + 1, holders
+                low, found = middle + 1, tuple(name for name, _ in holders)
             else:
                 high = middle
         return (marks[low - 1], found) if low else (0, ())
+
+    def _holders(self, key: int) -> tuple[tuple[ReplicaId, int], ...]:
+        """Those whose cache still has the page, latest first."""
+        known = self._young.get(key) or self._old.get(key) or ()
+        return tuple(holder for holder in known if self._has(*holder))
+
+    def _has(self, replica_id: ReplicaId, used: int) -> bool:
+        since = self._allocated.get(replica_id, 0) - used
+        return since < self._capacity.get(replica_id, 0) and used > self._evicted.get(replica_id, 0)
 
 
 class LoadIndex(Tracked):

@@ -50,7 +50,7 @@ class Forecast(Tracked):
         self.asked_squares += blocks * blocks
 
     def output_tokens(self, request: AdmitRequest) -> int:
-        """Tokens this request will probably have put out at its end, the ones already emitted included."""
+        """Tokens of each sequence at its expected end, the ones already emitted included."""
         seen = self.by_class.get(request.max_tokens.bit_length())
         if seen is None or seen.count < SAMPLES_BEFORE_TRUST:
             seen = self.output
@@ -58,13 +58,16 @@ class Forecast(Tracked):
             expected = PRIOR_OUTPUT_TOKENS
         else:
             expected = int(seen.mean + seen.deviation) + 1
-        expected = max(expected, request.num_output_tokens + request.num_output_tokens // 2 + 1)
+        emitted = per_sequence(request, request.num_output_tokens)
+        expected = max(expected, emitted + emitted // 2 + 1)
         return max(1, min(expected, request.max_tokens))
 
     def learn(self, request: AdmitRequest, num_output_tokens: int, decode_ns: int) -> None:
-        self.by_class.setdefault(request.max_tokens.bit_length(), _Mean()).add(num_output_tokens)
-        self.output.add(num_output_tokens)
-        fresh = num_output_tokens - request.num_output_tokens
+        """`num_output_tokens`: of all sequences together. Each of them is one answer."""
+        length = per_sequence(request, num_output_tokens)
+        self.by_class.setdefault(request.max_tokens.bit_length(), _Mean()).add(length)
+        self.output.add(length)
+        fresh = length - per_sequence(request, request.num_output_tokens)
         if fresh > 1 and decode_ns > 0:
             self.token_ns += WEIGHT * (decode_ns / fresh - self.token_ns)
 
@@ -74,6 +77,11 @@ class Forecast(Tracked):
     def learn_prefill(self, num_prompt_tokens: int, seconds_ns: int) -> None:
         if num_prompt_tokens > 0:
             self.prompt_token_ns += WEIGHT * (seconds_ns / num_prompt_tokens - self.prompt_token_ns)
+
+
+def per_sequence(request: AdmitRequest, num_tokens: int) -> int:
+    """`num_tokens` of all the request's sequences, as tokens of one."""
+    return -(-num_tokens // max(1, request.num_sequences))
 
 
 def blocks_for(request: AdmitRequest, output_tokens: int, block_tokens: int) -> int:

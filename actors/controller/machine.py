@@ -297,6 +297,11 @@ class Machine(Tracked):
             self._add(f"{thing.kind}_events")
             self._add(f"{thing.kind}_tokens", thing.num_tokens)
             return
+        if thing.kind == "prompt_computed":
+            known = self.registry.tickets.get(thing.ticket_id)
+            if known is not None and replica.id == (known.ticket.prefill or known.ticket.decode):
+                self.chooser.prompt_computed(replica, known.hit_pages, known.hit_used, thing.num_tokens)
+            return
         if thing.kind not in ("prefill_started", "decode_started"):
             return
         prefill = thing.kind == "prefill_started"
@@ -459,6 +464,7 @@ class Machine(Tracked):
         live.generation = choice.decode.announcement.generation
         live.reserved, live.growth, live.ends_ns = choice.reserved, choice.growth, choice.ends_ns
         live.prefill_tokens = choice.prefill_tokens
+        live.hit_pages, live.hit_used = choice.hit_pages, choice.hit_used
         live.placed_ns, live.deadline_ns = now_ns, now_ns + self._hand_over_ns
         live.lost = None
         self.registry.attach(live, choice.decode, choice.prefill)

@@ -116,7 +116,9 @@ class Live(Tracked):
     growth: float = 0.0  # blocks a second while it decodes
     ends_ns: int = 0  # expected end
     prefill_tokens: int = 0  # counted on its prefill replica while it has that work
-    num_output_tokens: int = 0
+    hit_pages: int = 0  # see `Choice`
+    hit_used: int = 0
+    num_output_tokens: int = 0  # of all sequences
     hand_over: HandOver | None = None
     wanted_by: int = 0  # call that waits for the hand-over; 0: nobody
     decode_at: Replica | None = None  # None while it waits for a (new) decode replica

@@ -491,6 +491,8 @@ class PrefillHost(_Host):
             await self._tell_transfer("release", [key])
             raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
         stats = output.prefill_stats
+        if stats is not None:
+            self._event("prompt_computed", live, ticket.request_id, num_tokens=stats.num_cached_tokens)
         if str(output.finish_reason) == "length" and num_tokens + 1 < self.config.model_config.max_model_len:
             output.finish_reason = None  # this engine was asked for one token; for its client the request goes on
         return PrefillDone(
@@ -610,6 +612,9 @@ class DecodeHost(_Host):
             if not live.started and output.new_token_ids:
                 live.started = True
                 self._event("decode_started", live, live.ticket.request_id)
+                if output.prefill_stats is not None and live.ticket.prefill is None:
+                    cached = output.prefill_stats.num_cached_tokens
+                    self._event("prompt_computed", live, live.ticket.request_id, num_tokens=cached)
             self._condemn(output, live)
             if output.finish_reason is not None:
                 del self._live[output.request_id]

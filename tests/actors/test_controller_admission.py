@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from actors.controller.affinity import LEVELS, HashRing, LoadIndex, PrefixIndex, landmarks
 from actors.controller.events import Tick
 from actors.controller.forecast import Forecast, blocks_for, outlook
-from actors.nouns import AdmitRequest, Outcome, Role
+from actors.nouns import AdmitRequest, Outcome, ReplicaEvent, Role
 
 
 def request(**facts: Any) -> AdmitRequest:
@@ -408,3 +408,51 @@ def test_a_prompt_larger_than_staging_is_not_handed_over() -> None:
     ticket = rig.admit(prompt=400_000)
     assert ticket.prefill is None
     assert rig.admit("s", prompt=400).prefill
+
+
+def test_answers_of_several_sequences_are_learnt_one_by_one() -> None:
+    rig = Rig()
+    rig.decode("d", blocks_total=1000)
+    before = rig.machine.forecast.token_ns
+    for n in range(12):
+        ticket = rig.admit(f"r{n}", prompt=64, most=2048, num_sequences=16)
+        rig.beat("d", events=(ReplicaEvent(kind="decode_started", ticket_id=ticket.ticket_id),))
+        rig.now += 3 * SECOND
+        rig.end(ticket, tokens=16 * 100)
+    expected = rig.machine.forecast.output_tokens(request(max_tokens=2048))
+    assert 95 <= expected <= 115, expected
+    assert rig.machine.forecast.token_ns == pytest.approx(before, rel=0.1), "100 tokens in 3 s, each of 16 streams"
+    again = rig.admit("again", prompt=64, most=2048, num_sequences=16)
+    assert rig.machine.registry.tickets[again.ticket_id].reserved <= 2 + 16 * 4
+
+
+def test_a_prefix_is_forgotten_when_the_replica_has_used_its_cache_for_others() -> None:
+    rig = Rig(spec_of(admission={"local_prefill_max_tokens": 128}))
+    rig.decode("d", blocks_total=300)
+    rig.prefill("p", blocks_total=300)
+    hashes = tuple(range(1, 196))  # 6,240 tokens
+    rig.end(rig.admit("first", prompt=6240, most=8, prefix_hashes=hashes))
+    soon = rig.admit("soon", prompt=6240, most=8, prefix_hashes=hashes)
+    assert soon.prefill is None, "decode has it cached"
+    rig.end(soon)
+    for n in range(100):  # 20,000 pages through a cache of 300
+        other = tuple(range(1_000 * (n + 1), 1_000 * (n + 1) + 200))
+        rig.end(rig.admit(f"other{n}", prompt=6400, most=8, prefix_hashes=other))
+    late = rig.admit("late", prompt=6240, most=8, prefix_hashes=hashes)
+    assert late.prefill == "p" and rig.machine.registry.tickets[late.ticket_id].prefill_tokens == 6240
+
+
+def test_what_an_engine_had_not_cached_after_all_is_forgotten_with_all_that_is_older() -> None:
+    rig = Rig(spec_of(admission={"local_prefill_max_tokens": 128}))
+    rig.decode("d", blocks_total=100_000)
+    rig.prefill("p")
+    older, newer, newest = (tuple(range(n * 1_000, n * 1_000 + 20)) for n in (1, 2, 3))
+    for name, hashes in (("older", older), ("newer", newer), ("newest", newest)):
+        rig.end(rig.admit(name, prompt=650, most=8, prefix_hashes=hashes))
+    alone = rig.admit("again", prompt=650, most=8, prefix_hashes=newer)
+    assert alone.prefill is None
+    rig.beat("d", events=(ReplicaEvent(kind="prompt_computed", ticket_id=alone.ticket_id, num_tokens=0),))
+    rig.end(alone)
+    assert rig.admit("o", prompt=650, most=8, prefix_hashes=older).prefill == "p"
+    assert rig.admit("n", prompt=650, most=8, prefix_hashes=newest).prefill is None
+    assert rig.admit("w", prompt=650, most=8, prefix_hashes=newer).prefill is None, "it has been computed there since"
