@@ -71,7 +71,7 @@ class Frontend:
             num_engines=spec.pools.decode.bounds[1],
             tokenizer=tokenizer,
             retries_mismatch=spec.integrity.policy == "retry",
-            observe=observer(),
+            observe=observer(serve.get_replica_context().app_name),
         )
         self._asgi, self._fastapi, self.llm = await build_server(
             spec,

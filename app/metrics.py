@@ -8,13 +8,13 @@ from typing import Any
 from cluster.metrics import FRONTEND, PHASES, Emitter
 
 
-def observer(backend: Any = None) -> Callable[[str, float, dict[str, str]], None]:
+def observer(application: str, backend: Any = None) -> Callable[[str, float, dict[str, str]], None]:
     """A function for `FerryCoreClient(observe=...)`. `backend` defaults to Ray's metrics."""
     if backend is None:
         from ray.util import metrics
 
         backend = metrics
-    emit = Emitter(backend)
+    emit = Emitter(backend, application=application)
     emit.zero(FRONTEND)
 
     def observe(name: str, value: float, labels: dict[str, str]) -> None:

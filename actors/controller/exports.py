@@ -10,10 +10,12 @@ from cluster.metrics import CONTROLLER, ENGINE, ENGINE_COUNTERS, VERDICTS, Emitt
 class Exporter:
     """Turns running totals into counter increments and everything else into gauges.
 
-    A total that went down belongs to a new life of its owner and counts from zero.
+    A total that went down belongs to a new life of its owner and counts from zero. The totals of a replica that is
+    older than this controller (`started_ns`, wall clock) were exported by an earlier one: they count from there.
     """
 
-    def __init__(self, emitter: Emitter) -> None:
+    def __init__(self, emitter: Emitter, started_ns: int) -> None:
+        self._started_ns = started_ns
         self._emitter = emitter
         self._last: dict[tuple[str, ...], float] = {}
         self._gauges: dict[tuple[str, str], dict[tuple[str, ...], tuple[str, dict[str, str]]]] = {}  # by replica
@@ -38,6 +40,7 @@ class Exporter:
                 self._total("pageferry_scale_decisions_total", total, pool=pool, direction=direction)
         for node, staging in status["staging"]["nodes"].items():
             self._emitter.set("pageferry_staging_bytes", staging["bytes_held"], node=node)
+            self._emitter.set("pageferry_staging_bytes_max", staging["bytes_max"], node=node)
         here = {(pool, r["replica_id"]) for pool, each in status["pools"].items() for r in each["replicas"]}
         for gone in self._gauges.keys() - here:
             self._forget(gone)
@@ -62,10 +65,15 @@ class Exporter:
         labels = {"pool": pool, "replica": replica["replica_id"]}
         if (pool, replica["replica_id"]) not in self._gauges:
             self._emitter.zero(ENGINE, **labels)
+            if replica["incarnation"] < self._started_ns:
+                for name, metric in ENGINE_COUNTERS.items():
+                    self._last[(metric.name, *labels.values())] = replica["counters"].get(name, 0)
         for state in ("free", "held", "quarantined"):
             self._gauge("pageferry_kv_blocks", replica[f"blocks_{state}"], state=state, **labels)
         held = replica["blocks_held"] / max(1, replica["blocks_total"])
         self._gauge("pageferry_kv_occupancy", held, **labels)
+        self._gauge("pageferry_running_requests", replica["running"], **labels)
+        self._gauge("pageferry_waiting_requests", replica["waiting"], **labels)
         for name, metric in ENGINE_COUNTERS.items():  # what a newer or older replica says besides is left out
             value = replica["counters"].get(name, 0)
             if metric.kind == "gauge":

@@ -101,7 +101,7 @@ class Controller:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watched: set[str] = set()
         self._heard_at = time.monotonic()
-        self._exporter = Exporter(Emitter(ray.util.metrics))
+        self._exporter = Exporter(Emitter(ray.util.metrics, application=application), time.time_ns())
 
     # -- replicas
 

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
+from actors.engine.engine_counters import EngineCounters
 from actors.engine.orders import OpenOrder, SealOrder, to_params
 from actors.nouns import (
     PAGE_INTEGRITY,
@@ -109,7 +110,7 @@ class _Host:
         self._tell_all_pages = False  # the controller has missed something: from the beginning
         self._condemned: dict[str, int] = {}  # requests that a page mismatch ended, whose verdict is yet to come
         self._totals = _Totals()
-        self._last_stats: Any = None
+        self._engine = EngineCounters()
         self._failure: str = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._errands: set[asyncio.Task[None]] = set()
@@ -228,7 +229,9 @@ class _Host:
     async def _pump(self) -> None:
         try:
             while True:
-                self._on_outputs(await self.core.get_output_async())
+                outputs = await self.core.get_output_async()
+                self._engine.add(outputs)
+                self._on_outputs(outputs)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -321,7 +324,7 @@ class _Host:
             events=tuple(events),
             pages=pages,
             pages_whole=whole,
-            counters={name: float(value) for name, value in self._stats["counters"].items()},
+            counters={name: float(value) for name, value in self._stats["counters"].items()} | self._engine.totals(),
         )
         try:
             reply: HeartbeatReply = await self.controller.heartbeat.remote(heartbeat)
@@ -409,13 +412,12 @@ class _Host:
     def _decode_request(self, frames: list[bytes]) -> Any:
         return self._decoder.decode(frames)
 
-    def _encode(self, outputs: Any, share: list[Any], stats: Any) -> list[bytes]:
-        """One message: `share` of the outputs, with `stats` or None."""
+    def _encode(self, outputs: Any, share: list[Any]) -> list[bytes]:
+        """One message: `share` of the outputs."""
         from vllm.v1.engine import EngineCoreOutputs
 
         part = EngineCoreOutputs(
             outputs=share,
-            scheduler_stats=stats,
             timestamp=outputs.timestamp,
             weight_version=outputs.weight_version,
         )
@@ -501,7 +503,7 @@ class PrefillHost(_Host):
             num_tokens=num_tokens,
             num_cached_tokens=stats.num_cached_tokens if stats else 0,
             seconds=time.monotonic() - began,
-            output=self._encode(outputs, [output], None),
+            output=self._encode(outputs, [output]),
         )
 
     async def abort(self, ticket_ids: list[int]) -> None:
@@ -509,8 +511,6 @@ class PrefillHost(_Host):
         await self._abort([r for r, live in self._live.items() if live.ticket.ticket_id in gone])
 
     def _on_outputs(self, outputs: Any) -> None:
-        if outputs.scheduler_stats is not None:
-            self._last_stats = outputs.scheduler_stats
         for output in outputs.outputs:
             live = self._live.get(output.request_id)
             if live is None or live.done is None:
@@ -599,9 +599,6 @@ class DecodeHost(_Host):
                 )
 
     def _on_outputs(self, outputs: Any) -> None:
-        stats = outputs.scheduler_stats
-        if stats is not None:
-            self._last_stats = stats
         mine: dict[str, list[Any]] = {}
         for output in outputs.outputs:
             live = self._live.get(output.request_id)
@@ -619,13 +616,10 @@ class DecodeHost(_Host):
             if output.finish_reason is not None:
                 del self._live[output.request_id]
                 self._event("released", live, live.ticket.request_id)
-        # Scheduler statistics hold deltas, so exactly one frontend may count them.
-        counted_by = min(self._streams, default=None)
+        # Not the scheduler's statistics: they are this replica's, not a frontend's; the heartbeat has their totals.
         for frontend_id, queue in self._streams.items():
-            share = mine.get(frontend_id, [])
-            with_stats = stats if frontend_id == counted_by else None
-            if share or with_stats is not None:
-                queue.put_nowait(self._encode(outputs, share, with_stats))
+            if share := mine.get(frontend_id):
+                queue.put_nowait(self._encode(outputs, share))
 
     def _report_dropped(self, dropped: dict[str, _Live]) -> None:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -633,4 +627,4 @@ class DecodeHost(_Host):
         for request_id, live in dropped.items():
             if (queue := self._streams.get(live.frontend_id)) is not None:
                 output = EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
-                queue.put_nowait(self._encode(EngineCoreOutputs(timestamp=time.monotonic()), [output], None))
+                queue.put_nowait(self._encode(EngineCoreOutputs(timestamp=time.monotonic()), [output]))

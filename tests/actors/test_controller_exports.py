@@ -37,7 +37,10 @@ class Recorder:
     Counter = Gauge = Histogram = _make
 
 
-def status(moved: int = 0, checks: float = 0.0, held: int = 3) -> dict[str, Any]:
+STARTED_NS = 1_000
+
+
+def status(moved: int = 0, checks: float = 0.0, held: int = 3, incarnation: int = STARTED_NS + 1) -> dict[str, Any]:
     def replica(name: str, dtype: str) -> dict[str, Any]:
         return {
             "replica_id": name,
@@ -46,7 +49,10 @@ def status(moved: int = 0, checks: float = 0.0, held: int = 3) -> dict[str, Any]
             "blocks_free": 12 - held,
             "blocks_held": held,
             "blocks_quarantined": 0,
+            "running": 2,
+            "waiting": 1,
             "layout": {"dtype": dtype},
+            "incarnation": incarnation,
             "counters": {"integrity_checks": checks, "integrity_unproven_s": 0.5, "from_the_future": 1.0},
         }
 
@@ -55,7 +61,7 @@ def status(moved: int = 0, checks: float = 0.0, held: int = 3) -> dict[str, Any]
         "queue": {"waiting": 1},
         "ferry": {"bytes_moved": moved, "tokens_moved": 10, "tokens_recomputed": 0},
         "counters": {"pages_ok": 4, "pages_mismatch": 1, "admitted": 9, "tag_mismatch_events": 2},
-        "staging": {"nodes": {"n": {"bytes_held": 7}}},
+        "staging": {"nodes": {"n": {"bytes_held": 7, "bytes_max": 9}}},
         "scaling": {"decided": {"decode": {"up": 3, "down": 1}, "prefill": {"up": 0, "down": 0}}},
         "pools": {
             "prefill": {"replicas": [replica("p", "bfloat16")]},
@@ -66,7 +72,7 @@ def status(moved: int = 0, checks: float = 0.0, held: int = 3) -> dict[str, Any]
 
 def test_totals_are_counted_once_and_survive_a_new_life() -> None:
     backend = Recorder()
-    exporter = Exporter(Emitter(backend))
+    exporter = Exporter(Emitter(backend), started_ns=STARTED_NS)
     exporter.export(status(moved=100, checks=10))
     exporter.export(status(moved=150, checks=10))
     assert backend.values[("pageferry_bytes_moved_total",)] == 150
@@ -86,7 +92,7 @@ def test_totals_are_counted_once_and_survive_a_new_life() -> None:
 
 def test_every_series_is_there_at_zero_before_its_first_event() -> None:
     backend = Recorder()
-    exporter = Exporter(Emitter(backend))
+    exporter = Exporter(Emitter(backend), started_ns=STARTED_NS)
     without_replica = {key for key, value in backend.values.items() if value == 0}
     for metric in CONTROLLER:
         if not metric.open_labels:
@@ -103,7 +109,7 @@ def test_every_series_is_there_at_zero_before_its_first_event() -> None:
 
 def test_gauges_of_a_replica_that_is_gone_do_not_stand() -> None:
     backend = Recorder()
-    exporter = Exporter(Emitter(backend))
+    exporter = Exporter(Emitter(backend), started_ns=STARTED_NS)
     exporter.export(status(checks=10))
     gone = status(checks=10)
     gone["pools"]["decode"]["replicas"] = []
@@ -112,3 +118,12 @@ def test_gauges_of_a_replica_that_is_gone_do_not_stand() -> None:
     assert backend.values[("pageferry_kv_occupancy", "decode", "d")] == 0
     exporter.export(status(checks=10))  # the same name again is another life: its total counts anew
     assert backend.values[("pageferry_engine_integrity_checks_total", "decode", "d")] == 20
+
+
+def test_totals_from_before_a_restart_of_the_controller_are_not_counted_again() -> None:
+    backend = Recorder()
+    exporter = Exporter(Emitter(backend), started_ns=STARTED_NS)
+    exporter.export(status(checks=500, incarnation=STARTED_NS - 1))
+    assert backend.values[("pageferry_engine_integrity_checks_total", "decode", "d")] == 0
+    exporter.export(status(checks=503, incarnation=STARTED_NS - 1))
+    assert backend.values[("pageferry_engine_integrity_checks_total", "decode", "d")] == 3

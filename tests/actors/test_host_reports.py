@@ -11,7 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
+from actors.engine.engine_counters import EngineCounters
 from actors.engine.host import CONDEMNED_REMEMBERED, DecodeHost, _Live, _Totals
 from actors.nouns import PAGE_INTEGRITY, Heartbeat, HeartbeatReply, PageDelta, Ticket
 from ops.rig.pair import LocalHandle
@@ -48,7 +51,7 @@ def host(controller: Controller) -> DecodeHost:
     made.replica_id, made.incarnation = "d", 1
     made._live, made._events, made._condemned, made._streams = {}, [], {}, {}
     made._pages, made._pages_whole, made._tell_all_pages = (), False, False
-    made._totals = _Totals()
+    made._totals, made._engine = _Totals(), EngineCounters()
     made.controller = LocalHandle(controller)
     made._get_controller = lambda: LocalHandle(controller)
     made.announcement = lambda: None  # type: ignore[method-assign, assignment, return-value]
@@ -126,3 +129,31 @@ def test_what_is_remembered_of_ended_requests_is_bounded(host: DecodeHost) -> No
         host._condemn(SimpleNamespace(request_id=str(number), stop_reason=PAGE_INTEGRITY), live)  # type: ignore[arg-type]
     host._condemn(SimpleNamespace(request_id="stopped", stop_reason=None), live)  # type: ignore[arg-type]
     assert len(host._condemned) == CONDEMNED_REMEMBERED and "stopped" not in host._condemned
+
+
+async def test_what_vllm_says_of_its_steps_is_summed_up(host: DecodeHost, controller: Controller) -> None:
+    answer(host)
+    cached = EngineCoreOutput(request_id="r", new_token_ids=[5], prefill_stats=PrefillStats())
+    assert cached.prefill_stats is not None
+    cached.prefill_stats.set(num_prompt_tokens=100, num_local_cached_tokens=64, num_external_cached_tokens=0)
+    preempted = EngineCoreOutput(
+        request_id="s",
+        new_token_ids=[6, 7],
+        events=[
+            EngineCoreEvent.new_event(kind) for kind in (EngineCoreEventType.PREEMPTED, EngineCoreEventType.SCHEDULED)
+        ],
+    )
+    stats = SchedulerStats()
+    stats.prefix_cache_stats.record(100, 64, preempted=False)
+    for outputs in (EngineCoreOutputs(outputs=[cached], scheduler_stats=stats), EngineCoreOutputs(outputs=[preempted])):
+        host._engine.add(outputs)
+    await host._beat()
+    counters = controller.beats[-1].counters
+    assert counters == {
+        "steps": 1,
+        "preemptions": 1,
+        "prefix_queries": 100,
+        "prefix_hits": 64,
+        "prompt_tokens": 36,
+        "tokens_generated": 3,
+    }

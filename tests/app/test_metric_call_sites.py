@@ -33,12 +33,12 @@ def emitted() -> set[str]:
 
 
 def engine_counters() -> set[str]:
-    """Names that stand in an engine's source as a counter's: a key, a subscript, or a field of `Counters`."""
+    """Names that stand in an engine's source as a counter's: a key, a subscript, or a field of a class of counters."""
     found = set()
     for node in trees("actors/engine"):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
-        elif isinstance(node, ast.ClassDef) and node.name == "Counters":
+        elif isinstance(node, ast.ClassDef) and node.name in ("Counters", "EngineCounters"):
             found |= {ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)}
     return found
 
