@@ -1,4 +1,4 @@
-# make setup | serve | test | check | gpu-check | clean
+# make setup | serve | check | unit | aot | test | soak | gpu-check | clean
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -9,7 +9,7 @@ PORT   ?= 8000
 CONFIG ?= cluster/topologies/local-cpu.yaml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup serve test check pytest gpu-check clean help
+.PHONY: setup serve test check unit aot pytest soak gpu-check clean help
 
 help:
 	@sed -n 1p Makefile; echo "PORT=$(PORT) CONFIG=$(CONFIG)"
@@ -33,17 +33,30 @@ $(MODEL)/model.safetensors: | $(STAMP)
 serve: setup
 	@$(BIN)/pageferry serve $(CONFIG) --port $(PORT)
 
-test: setup check pytest
+# everything that a change must pass, cheap steps first
+test: setup check unit aot pytest
 
-# lint, types, and every GPU kernel compiled ahead of time for sm_90 and sm_100 (spills fail)
+# lint and types: about ten seconds when warm
 check: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy app actors kernels cluster ops
-	$(BIN)/pageferry kernels --aot
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy app actors kernels cluster ops
 
+# state machines and plain functions: no engine, no kernel compile
+unit: $(STAMP)
+	@$(BIN)/python -m pytest -q -m "pure and not compiles"
+
+# every GPU kernel compiled ahead of time for sm_90 and sm_100 (spills fail)
+aot: $(STAMP)
+	@$(BIN)/pageferry kernels --aot
+
+# the rest of the tests: compiled kernels, simulator, engines, service
 pytest: setup
-	$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m "not soak and not (pure and not compiles)"
+
+# campaigns: minutes to hours of faults and load; not part of `make test`
+soak: setup
+	@$(BIN)/python -m pytest -m soak
 
 gpu-check:
 	$(PYTHON) -m ops.kernels.gpu_check

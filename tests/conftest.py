@@ -1,4 +1,8 @@
-"""Markers follow folders, so that a test cannot be in the wrong class by forgetting a decorator."""
+"""Markers follow folders, so that a test cannot be in the wrong class by forgetting a decorator.
+
+`compiles` separates what waits for a compiler (numba, Triton, torch) from the rest of the pure tests: the folder
+tests/kernels, and single files that say so with `pytestmark`. A pure or simulated test fails on a warning.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,28 @@ settings.load_profile("fixed")
 ROOT = Path(__file__).parent
 BY_FOLDER = {"sim", "engine", "service", "gpu"}
 ORDER = {"pure": 0, "sim": 1, "gpu": 2, "engine": 3, "service": 4}
+# Warnings of other projects, each with its reason; every other one is an error in pure and sim tests.
+ALLOWED_WARNINGS = (
+    "ignore:`torch.jit.script:DeprecationWarning",  # torch warns of itself when it is imported
+)
+
+
+def _folder(item: pytest.Item) -> str:
+    return Path(item.path).relative_to(ROOT).parts[0]
 
 
 def _kind(item: pytest.Item) -> str:
-    top = Path(item.path).relative_to(ROOT).parts[0]
-    return top if top in BY_FOLDER else "pure"
+    return _folder(item) if _folder(item) in BY_FOLDER else "pure"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(_kind(item))
+        kind = _kind(item)
+        item.add_marker(kind)
+        if _folder(item) == "kernels":
+            item.add_marker("compiles")
+        if kind in ("pure", "sim"):
+            for rule in reversed(("error", *ALLOWED_WARNINGS)):
+                item.add_marker(pytest.mark.filterwarnings(rule))
     # Cheap tests first: a broken unit shows before an engine has started.
     items.sort(key=lambda item: ORDER[_kind(item)])

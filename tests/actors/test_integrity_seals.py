@@ -24,6 +24,8 @@ from actors.nouns import HandOver, Lease, Role, Seal, Verdict
 from kernels import dispatch
 from kernels.layout import PageDtype, PageLayout, PageOrder, SealBinding
 
+pytestmark = pytest.mark.compiles  # the real kernels
+
 LAYOUT = PageLayout(2, 32, 2, 32, PageDtype.E4M3, PageOrder.CPU_VEC)
 NUM_PAGES, BLOCKS = 6, 20
 

@@ -28,6 +28,8 @@ from actors.engine.scheduler_half import SchedulerHalf
 from actors.engine.worker_half import WorkerHalf
 from actors.nouns import Role
 
+pytestmark = pytest.mark.compiles  # the real kernels
+
 PAGE_TOKENS = 4
 NUM_PAGES = 40
 MAX_ROWS = 6

@@ -28,6 +28,8 @@ from cluster.planning.formats import index_row_bytes
 from kernels.dispatch import open_pages, seal_pages
 from kernels.layout import PageDtype, PageLayout, PageOrder, SealBinding
 
+pytestmark = pytest.mark.compiles  # the real kernels
+
 # (model, decode KV, tp, order); two layers are enough for a codec that works a layer at a time.
 FAMILIES = [
     pytest.param("smollm2-135m-instruct", "fp8", 1, PageOrder.KV_PACKED, id="Llama: GQA"),

@@ -19,6 +19,8 @@ from kernels.layout import PageDtype, PageLayout, PageOrder, Rounding
 from ops.measure import ferry, picture
 from ops.measure.ferry import Case, KernelRoad, Pool, ProductRoad
 
+pytestmark = pytest.mark.compiles  # the real kernels
+
 SMALL = Case("small", PageLayout(2, 32, 2, 32, PageDtype.E4M3, PageOrder.CPU_VEC, Rounding.TRUNCATE), "CPU_ATTN")
 LATENT = Case("latent", PageLayout(3, 64, 1, 576, PageDtype.E4M3, PageOrder.MLA), "FLASHMLA")
 
