@@ -14,7 +14,7 @@ from typing import Any
 from cluster.json_output import print_json
 from cluster.planning import render
 from cluster.planning.architecture import architecture
-from cluster.planning.arguments import parser
+from cluster.planning.arguments import parse
 from cluster.planning.checkpoint import stored
 from cluster.planning.compare import compare_status
 from cluster.planning.facts import (
@@ -33,14 +33,13 @@ from cluster.planning.from_spec import plan_spec
 from cluster.planning.memory import (
     PoolPlan,
     PoolSettings,
-    implied_reserve,
     plan_pool,
 )
 from cluster.planning.pages import check_pair
 from cluster.planning.published import published_rows
-from cluster.planning.report import explain_pool, explain_service, fits_report, pool_report, service_report
+from cluster.planning.report import fits_report, pool_report, service_report
 from cluster.planning.roofline import Constants, constants_for
-from cluster.planning.service import ServicePlan, Split, Workload
+from cluster.planning.service import ServicePlan, Workload
 from cluster.planning.sharding import Parallel
 from cluster.spec import ClusterSpec, SpecError
 
@@ -49,8 +48,8 @@ STATUS_TIMEOUT_S = 10.0
 
 def main(argv: list[str] | None = None) -> int:
     """0: planned and it fits (or the check agrees). 1: it does not. 2: the arguments are wrong."""
-    args = parser(__doc__ or "").parse_args(argv)
     try:
+        args = parse(__doc__ or "", argv)
         if args.published:
             return _published(args)
         if args.topology:
@@ -93,7 +92,7 @@ def _topology(args: argparse.Namespace) -> int:
         raise PlanError(f"{args.topology}: no pool has a known memory; set kv_cache_gib on CPU pools")
     if args.check:
         return _check(args, plans)
-    return _show(args, plans, None, None, [])
+    return _show(args, plans, None, [])
 
 
 def _model(args: argparse.Namespace) -> int:
@@ -114,8 +113,7 @@ def _model(args: argparse.Namespace) -> int:
     plans = {"prefill": prefill, "decode": decode}
     if args.check:
         return _check(args, plans)
-    service, split = _service(args, prefill, decode, notes)
-    return _show(args, plans, service, split, notes)
+    return _show(args, plans, _service(args, prefill, decode, notes), notes)
 
 
 def _device(args: argparse.Namespace, name: str | None) -> Gpu:
@@ -172,33 +170,26 @@ def _pool(
     if settings.kv == "fp8_ds_mla" and kv.lower() != "fp8_ds_mla":
         notes.append("kv fp8 of sparse MLA is stored as fp8_ds_mla, 656 B a row; fp8_uniform is 576 B")
     if chosen.name == CPU:
-        notes.append("CPU rates are rough unless --gpu-tb-s, --gpu-tflops and the constants are measured ones")
+        notes.append("CPU rates are rough unless gpu_tb_s, gpu_tflops and the constants of --set are measured ones")
     return plan, notes
 
 
-def _service(
-    args: argparse.Namespace, prefill: PoolPlan, decode: PoolPlan, notes: list[str]
-) -> tuple[ServicePlan | None, Split | None]:
+def _service(args: argparse.Namespace, prefill: PoolPlan, decode: PoolPlan, notes: list[str]) -> ServicePlan | None:
     """The pair under the workload. What cannot be served becomes a note: the memory tables are still of use."""
     constants = [_constants(args, plan.settings.gpu) for plan in (prefill, decode)]
     work = Workload(
         input_tokens=args.input,
         output_tokens=args.output,
-        rate=args.rate,
         tpot_ms=args.tpot_ms,
-        lease_s=args.lease_s,
         link_gb_s=args.link_gb_s,
         gpu_price=args.gpu_price,
         prefix_hit=args.prefix_hit,
     )
     try:
-        service = ServicePlan(prefill, decode, work, *constants)
-        return service, service.recommend(args.total_gpus)
+        return ServicePlan(prefill, decode, work, *constants)
     except PlanError as error:
-        if args.total_gpus is not None and decode.fits and prefill.fits:
-            raise
-        notes.append(f"no split: {error}")
-        return None, None
+        notes.append(f"no rates: {error}")
+        return None
 
 
 def _constants(args: argparse.Namespace, device: Gpu) -> Constants:
@@ -207,64 +198,27 @@ def _constants(args: argparse.Namespace, device: Gpu) -> Constants:
     return replace(constants_for(device), **given)
 
 
-def _show(
-    args: argparse.Namespace,
-    plans: dict[str, PoolPlan],
-    service: ServicePlan | None,
-    split: Split | None,
-    notes: list[str],
-) -> int:
-    if args.picture:
-        from cluster.planning.picture import draw
-
-        draw(args.picture, plans, service)
-    main_plan = plans.get("decode") or next(iter(plans.values()))
-    implied = implied_reserve(main_plan, args.implied_by) if args.implied_by else None
+def _show(args: argparse.Namespace, plans: dict[str, PoolPlan], service: ServicePlan | None, notes: list[str]) -> int:
     if args.json:
-        tree: dict[str, Any] = pool_report(main_plan)
+        tree: dict[str, Any] = pool_report(plans.get("decode") or next(iter(plans.values())))
         tree["pools"] = {name: pool_report(plan) for name, plan in plans.items()}
-        tree |= (
-            service_report(service, split)
-            if service
-            else dict.fromkeys(("workload", "roofline", "transfer", "split", "cost"))
-        )
+        tree |= service_report(service) if service else dict.fromkeys(("workload", "roofline", "transfer", "cost"))
         tree["nearest_that_fits"] = {name: fits_report(plan) for name, plan in plans.items() if not plan.fits}
-        tree["implied_reserve"] = implied and {"reserve_gib": implied[0], "utilization": implied[1]}
-        if args.explain:
-            tree["explain"] = {
-                name: [[f.name, f.numbers, f.result] for f in explain_pool(plan)] for name, plan in plans.items()
-            }
         tree["notes"] = notes
         print_json(tree)
     else:
-        _print_tables(args, plans, service, split, notes)
-        if implied:
-            print(
-                f"\n{args.implied_by:,} KV tokens on a replica leave {implied[0]:.1f} GiB a GPU for everything else: "
-                f"weights and KV are {implied[1]:.1%} of HBM"
-            )
+        _print_tables(plans, service, notes)
     return 0 if all(plan.fits for plan in plans.values()) else 1
 
 
-def _print_tables(
-    args: argparse.Namespace,
-    plans: dict[str, PoolPlan],
-    service: ServicePlan | None,
-    split: Split | None,
-    notes: list[str],
-) -> None:
+def _print_tables(plans: dict[str, PoolPlan], service: ServicePlan | None, notes: list[str]) -> None:
     console = render.console()
     console.print(render.pools_table(plans))
     for line in render.bar_lines(plans):
         console.print(line)
     if service:
-        for table in render.service_tables(service_report(service, split)):
+        for table in render.service_tables(service_report(service)):
             console.print(table)
-    if args.explain:
-        for name, plan in plans.items():
-            console.print(render.formulas_table(f"{name}: memory", explain_pool(plan)))
-        if service:
-            console.print(render.formulas_table("time, transfer, cost", explain_service(service, split)))
     for note in notes:
         console.print(f"note: {note}", markup=False)
     for name, plan in plans.items():
@@ -272,8 +226,6 @@ def _print_tables(
             console.print(f"[red]{name} does not fit[/]: {'; '.join(plan.problems)}")
             for line in render.alternatives_lines(nearest_that_fits(plan)):
                 console.print(line)
-    if args.picture:
-        console.print(f"picture: {args.picture}", markup=False)
 
 
 def _check(args: argparse.Namespace, plans: dict[str, PoolPlan]) -> int:

@@ -13,7 +13,6 @@ from cluster.planning.facts import GIB
 from cluster.planning.fits import Alternative
 from cluster.planning.memory import PoolPlan
 from cluster.planning.published import CLOSE, Published
-from cluster.planning.report import Formula
 
 _PARTS = (
     ("weights", "cyan"),
@@ -102,44 +101,23 @@ def service_tables(report: dict[str, Any]) -> list[Table]:
         "decode, one replica full",
         f"{roof['decode_tok_s']:,.0f} tok/s, {roof['tpot_ms']:.1f} ms a token at {roof['decode_batch']} requests",
     )
-    transfer, split, cost = report["transfer"], report["split"], report["cost"]
+    transfer, cost = report["transfer"], report["cost"]
     needs.add_row(
         "hand-over of one request",
         f"{_size(transfer['bytes_per_request'])}, to all ranks {_size(transfer['bytes_per_request_all_ranks'])}, "
         f"{transfer['seconds_per_request'] * 1e3:.1f} ms",
     )
-    if transfer["rate"]:
-        needs.add_row(
-            f"at {transfer['rate']:.2f} requests/s",
-            f"{transfer['network_gbit_s']:,.1f} Gbit/s, staging {_size(transfer['staging_bytes'])} "
-            f"({_size(transfer['staging_bytes_worst'])} if nobody fetched until the lease ends)",
-        )
-    if split:
-        needs.add_row("split prefill : decode", f"{split['prefill']} : {split['decode']} ({split['gpus']} GPUs)")
-        needs.add_row("  gives", f"{split['requests_s']:.2f} requests/s, {split['output_tok_s']:,.0f} output tok/s")
-        needs.add_row("  because", split["reason"])
     if cost:
         needs.add_row(
-            "cost",
-            f"{cost['per_million_output_tokens']:.2f} a million output tokens, "
-            f"{cost['per_million_tokens']:.2f} a million prompt and output tokens",
+            "cost of busy pools",
+            f"{cost['per_million_input_tokens']:.2f} a million prompt tokens, "
+            f"{cost['per_million_output_tokens']:.2f} a million output tokens",
         )
     return [curve, needs]
 
 
 def _size(size: int) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
-
-
-def formulas_table(title: str, formulas: list[Formula]) -> Table:
-    table = Table(title=title, title_justify="left", show_lines=True)
-    table.add_column("what")
-    table.add_column("numbers put in", overflow="fold")
-    table.add_column("result", overflow="fold")
-    for entry in formulas:
-        # Square brackets in a formula are not markup.
-        table.add_row(entry.name, entry.numbers.replace("[", "\\["), entry.result)
-    return table
 
 
 def alternatives_lines(nearest: list[Alternative]) -> list[str]:

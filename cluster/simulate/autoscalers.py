@@ -21,8 +21,8 @@ from typing import Any
 
 from actors.nouns import Role
 from cluster.json_output import print_json
-from cluster.planner import Roofline
 from cluster.planning.published import published_pool
+from cluster.planning.roofline import Roofline
 from cluster.simulate.cluster import ClusterSim
 from cluster.simulate.costs import RooflineCosts
 from cluster.simulate.scenario import SPEC, Scenario, Shape

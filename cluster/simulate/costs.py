@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.planner import Roofline
+from cluster.planning.roofline import Roofline
 from cluster.simulate.world import SECOND
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.nouns import AdmitRequest, Role
-from cluster.planner import Roofline
 from cluster.planning.published import REQUEST_TOKENS, published_pool
+from cluster.planning.roofline import Roofline
 from cluster.simulate.cluster import ClusterSim
 from cluster.simulate.costs import RooflineCosts
 from cluster.simulate.engines import DecodeSim, LinearCosts

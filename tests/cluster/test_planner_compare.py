@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 
-from cluster.planner import (
-    Parallel,
-    PlanError,
-    PoolPlan,
-    PoolSettings,
-    architecture,
-    compare_status,
-    gpu,
-    kv_format,
-    model_config,
-    plan_pool,
-    weight_format,
-)
+from cluster.planning.architecture import architecture
+from cluster.planning.compare import compare_status
+from cluster.planning.facts import PlanError, gpu, model_config
+from cluster.planning.formats import kv_format, weight_format
+from cluster.planning.memory import PoolPlan, PoolSettings, plan_pool
+from cluster.planning.sharding import Parallel
 
 
 def plan(model: str = "smollm2-135m-instruct", kv: str = "fp8", device: str = "CPU", tp: int = 1) -> PoolPlan:

@@ -10,21 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.planner import (
-    Parallel,
-    PlanError,
-    PoolPlan,
-    PoolSettings,
-    architecture,
-    check_pair,
-    gpu,
-    kv_format,
-    model_config,
-    page_layout,
-    plan_pool,
-    weight_format,
-)
-from cluster.planning.formats import index_row_bytes
+from cluster.planning.architecture import architecture
+from cluster.planning.facts import PlanError, gpu, model_config
+from cluster.planning.formats import index_row_bytes, kv_format, weight_format
+from cluster.planning.memory import PoolPlan, PoolSettings, plan_pool
+from cluster.planning.pages import check_pair, page_layout
+from cluster.planning.sharding import Parallel
 from kernels.dispatch import open_pages, seal_pages
 from kernels.layout import PageDtype, PageLayout, PageOrder, SealBinding
 

@@ -14,24 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.planner import (
-    GIB,
-    Architecture,
-    Parallel,
-    PlanError,
-    PoolPlan,
-    PoolSettings,
-    architecture,
-    gpu,
-    implied_reserve,
-    kv_format,
-    model_config,
-    plan_pool,
-    weight_format,
-)
+from cluster.planning.architecture import Architecture, architecture
+from cluster.planning.facts import GIB, PlanError, gpu, model_config
+from cluster.planning.formats import kv_format, weight_format
+from cluster.planning.memory import PoolPlan, PoolSettings, implied_reserve, plan_pool
 from cluster.planning.published import CLOSE, published_rows
 from cluster.planning.render import memory_parts
-from cluster.planning.sharding import held_weights, stages
+from cluster.planning.sharding import Parallel, held_weights, stages
 from cluster.planning.tensors import tensors
 
 MODELS = ("kimi-k2.6", "glm-5.2", "glm-4.5", "glm-4.5-air", "smollm2-135m-instruct")

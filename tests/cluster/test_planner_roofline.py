@@ -6,18 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.planner import (
-    Constants,
-    Parallel,
-    PlanError,
-    PoolSettings,
-    Roofline,
-    architecture,
-    gpu,
-    kv_format,
-    model_config,
-    weight_format,
-)
+from cluster.planning.architecture import architecture
+from cluster.planning.facts import PlanError, gpu, model_config
+from cluster.planning.formats import kv_format, weight_format
+from cluster.planning.memory import PoolSettings
+from cluster.planning.roofline import Constants, Roofline
+from cluster.planning.sharding import Parallel
 
 
 def roofline(model: str, weights: str, kv: str, tp: int = 8, pp: int = 1, **given: object) -> Roofline:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.planner import active_parameters, architecture, model_config, parameters, tensors, weight_format
+from cluster.planning.architecture import architecture
 from cluster.planning.checkpoint import stored
-from cluster.planning.facts import PlanError
-from cluster.planning.tensors import Kind
+from cluster.planning.facts import PlanError, model_config
+from cluster.planning.formats import weight_format
+from cluster.planning.tensors import Kind, active_parameters, parameters, tensors
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / ".models" / "smollm2-135m-instruct"

@@ -17,19 +17,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.planner import (
-    GIB,
-    PoolPlan,
-    PoolSettings,
-    architecture,
-    compare_status,
-    gpu,
-    kv_format,
-    model_config,
-    plan_pool,
-    plan_spec,
-    weight_format,
-)
+from cluster.planning.architecture import architecture
+from cluster.planning.compare import compare_status
+from cluster.planning.facts import GIB, gpu, model_config
+from cluster.planning.formats import kv_format, weight_format
+from cluster.planning.from_spec import plan_spec
+from cluster.planning.memory import PoolPlan, PoolSettings, plan_pool
 from cluster.planning.tensors import Cut, Kind, Tensor
 from ops.rig.pair import EnginePair
 
