@@ -67,7 +67,13 @@ class PagesOpened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_shards: int = 1
 
 
-WorkerMessage = Hello | PagesSealed | WriterDone | PagesOpened
+class LeasesDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This engine touches the bytes of these (ticket_id, attempt) no more, as `Offer.revoked` asked."""
+
+    keys: list[tuple[int, int]]
+
+
+WorkerMessage = Hello | PagesSealed | WriterDone | PagesOpened | LeasesDropped
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)

@@ -1,11 +1,12 @@
-"""Collecting a ticket's seal from the chunks that worker halves report. Pure."""
+"""Collecting a ticket's seal, and what opening it found, from what the engine's workers report. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from actors.nouns import Seal
-from actors.transfer.channel import PagesSealed
+from actors.nouns import Opened, Seal, Verdict
+from actors.transfer.channel import PagesOpened, PagesSealed
 from actors.transfer.staging import Key
 
 
@@ -34,6 +35,9 @@ class SealBook:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._open)
 
     def add(self, message: PagesSealed) -> Seal | None:
         key = (message.ticket_id, message.attempt)
@@ -74,8 +78,49 @@ class SealBook:
         self._open.pop(key, None)
         self._void.add(key)
 
+    def is_void(self, key: Key) -> bool:
+        return key in self._void
+
     def forget(self, key: Key) -> None:
         """The ticket's lease is gone: nothing of it will be asked for again."""
         self._open.pop(key, None)
         self._void.discard(key)
         self._done.discard(key)
+
+
+class OpenedParts:
+    """Reports of the shards in, one `Opened` out when the last shard's is in; a shard counts once."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Key, dict[int, Opened]] = {}
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._parts)
+
+    def add(self, message: PagesOpened) -> Opened | None:
+        opened = message.opened
+        key = (opened.ticket_id, opened.attempt)
+        parts = self._parts.setdefault(key, {})
+        parts[message.shard] = opened
+        if len(parts) < message.num_shards:
+            return None
+        del self._parts[key]
+        verdicts: dict[Verdict, int] = {}
+        for part in parts.values():
+            for verdict, count in part.verdicts.items():
+                verdicts[verdict] = verdicts.get(verdict, 0) + count
+        return Opened(
+            ticket_id=opened.ticket_id,
+            attempt=opened.attempt,
+            replica_id=opened.replica_id,
+            num_pages=opened.num_pages,
+            num_bytes=sum(part.num_bytes for part in parts.values()),
+            num_tokens=opened.num_tokens,
+            verdicts=verdicts,
+            seconds=max(part.seconds for part in parts.values()),
+        )
+
+    def keep(self, wanted: Callable[[Key], bool]) -> None:
+        """Forgets the parts of every other key."""
+        for key in [key for key in self._parts if not wanted(key)]:
+            del self._parts[key]

@@ -53,6 +53,7 @@ class Staging:
         self.bytes_max = bytes_max // ALIGN_BYTES * ALIGN_BYTES
         self._holes: list[tuple[int, int]] = [(0, self.bytes_max)]  # (offset, size), sorted, never adjacent
         self._regions: dict[Key, Region] = {}
+        self.num_freed = 0  # regions given back so far
 
     # -- what is
 
@@ -63,6 +64,11 @@ class Staging:
     @property
     def bytes_free(self) -> int:
         return sum(size for _, size in self._holes)
+
+    @property
+    def holes(self) -> tuple[tuple[int, int], ...]:
+        """(offset, size) of every free stretch."""
+        return tuple(self._holes)
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -75,8 +81,11 @@ class Staging:
 
     # -- what happens
 
-    def grant(self, key: Key, num_bytes: int, expires_ns: int) -> Region | None:
-        """A region for `key`, or None when there is no room now. Raises when there can never be any."""
+    def grant(self, key: Key, num_bytes: int, expires_ns: int, kept: tuple[int, int] | None = None) -> Region | None:
+        """A region for `key`, or None when there is no room now. Raises when there can never be any.
+
+        `kept`: offset and size of a stretch that is kept for somebody else.
+        """
         if num_bytes <= 0:
             raise StagingError(f"lease of {num_bytes} bytes for ticket {key}")
         size = aligned(num_bytes)
@@ -87,13 +96,28 @@ class Staging:
             )
         if key in self._regions:
             raise StagingError(f"ticket {key[0]} attempt {key[1]} already holds a lease")
+        first, last = (kept[0], kept[0] + kept[1]) if kept else (self.bytes_max, self.bytes_max)
         for index, (offset, hole) in enumerate(self._holes):
-            if hole >= size:
-                self._holes[index : index + 1] = [(offset + size, hole - size)] if hole > size else []
-                region = Region(key, offset, num_bytes, expires_ns)
-                self._regions[key] = region
-                return region
+            end = offset + hole
+            for start, stop in ((offset, min(end, first)), (max(offset, last), end)):
+                if stop - start >= size:
+                    rest = [(offset, start - offset), (start + size, end - start - size)]
+                    self._holes[index : index + 1] = [piece for piece in rest if piece[1]]
+                    region = self._regions[key] = Region(key, start, num_bytes, expires_ns)
+                    return region
         return None
+
+    def emptiest(self, num_bytes: int) -> tuple[int, int]:
+        """Offset and size of the stretch for `num_bytes` in which the fewest bytes are held now."""
+        size, last = aligned(num_bytes), self.bytes_max - aligned(num_bytes)
+        spans = [(region.offset, region.offset + region.size) for region in self]
+        # The number held changes its slope only where the stretch begins or ends at the edge of a region.
+        starts = {0, last, *(e for span in spans for edge in span for e in (edge, edge - size) if 0 <= e <= last)}
+
+        def held(start: int) -> int:
+            return sum(max(0, min(end, start + size) - max(offset, start)) for offset, end in spans)
+
+        return min(starts, key=lambda start: (held(start), start)), size
 
     def open_writer(self, key: Key, engine: str) -> bool:
         region = self._regions.get(key)
@@ -164,6 +188,7 @@ class Staging:
         if not region.released or region.in_use:
             return False
         del self._regions[region.key]
+        self.num_freed += 1
         insort(self._holes, (region.offset, region.size))
         merged: list[tuple[int, int]] = []
         for offset, size in self._holes:

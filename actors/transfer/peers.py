@@ -1,0 +1,93 @@
+"""Who may touch a node's staging memory: the engines of the node, and copies from and to other nodes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from actors.nouns import Lease
+from actors.transfer.lease_queue import Call
+from actors.transfer.staging import Key
+
+GONE_REMEMBERED = 1_000
+T = TypeVar("T")
+
+
+class Engines:
+    """The engines of this node. A link is one connection of an engine; only the latest counts."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, int] = {}  # of each engine whose process lives
+        self._detached: set[str] = set()
+        self._gone: dict[str, None] = {}
+
+    def connect(self, engine: str, link: int) -> None:
+        self.links[engine] = link
+        self._detached.discard(engine)
+        self._gone.pop(engine, None)
+
+    def detach(self, engine: str, link: int) -> bool:
+        """Its link has ended, its process may live. False: it has another link by now."""
+        if self.links.get(engine) != link:
+            return False
+        self._detached.add(engine)
+        return True
+
+    def remove(self, engine: str, link: int) -> bool:
+        """Its process has ended. False: it has another link by now."""
+        if self.links.get(engine) != link:
+            return False
+        del self.links[engine]
+        self._detached.discard(engine)
+        remember(self._gone, engine, GONE_REMEMBERED)
+        return True
+
+    def connected(self, engines: tuple[str, ...]) -> bool:
+        """All of them can be reached, and can say that they are done with bytes."""
+        return all(engine in self.links and engine not in self._detached for engine in engines)
+
+    def any_gone(self, engines: tuple[str, ...]) -> bool:
+        return any(engine in self._gone for engine in engines)
+
+    def to_welcome(self) -> list[tuple[str, int]]:
+        return [(engine, link) for engine, link in self.links.items() if engine not in self._detached]
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Bytes that lie on another node and are wanted here. `fetch_id` 0: it waits for room."""
+
+    source: Lease
+    calls: list[Call] = field(default_factory=list)
+    fetch_id: int = 0
+
+
+class Fetches:
+    """`wanted`: by key, while somebody waits for them. `running`: fetches that may write, wanted or not."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[Key, Fetch] = {}
+        self.running: dict[int, Key] = {}
+        self._latest = 0
+
+    def start(self, key: Key) -> Fetch:
+        fetch = self.wanted[key]
+        self._latest = fetch.fetch_id = self._latest + 1
+        self.running[fetch.fetch_id] = key
+        return fetch
+
+
+def fetch_name(fetch_id: int) -> str:
+    """The fetch as a writer of its region."""
+    return f"fetch:{fetch_id}"
+
+
+def copy_name(call_id: int) -> str:
+    """A copy for another node as a reader of the region."""
+    return f"copy:{call_id}"
+
+
+def remember(memory: dict[T, None], thing: T, most: int) -> None:
+    memory[thing] = None
+    while len(memory) > most:
+        del memory[next(iter(memory))]
