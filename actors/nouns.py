@@ -83,6 +83,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     blocks_total: int
     max_model_len: int
+    max_num_seqs: int = 0  # sequences that the engine runs at once; 0: not said
     engine: dict[str, Any] = {}  # facts for `status` and `plan --check`: kv_cache_bytes, weights_bytes, pid, ...
     generation: str = ""  # of the model's weights; pages move, and streams resume, only inside one generation
     tickets: tuple[TicketId, ...] = ()  # live here, for a controller that rebuilds its registry
@@ -103,6 +104,7 @@ class AdmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     exclude: tuple[ReplicaId, ...] = ()  # replicas that this request has seen die or fail
     num_output_tokens: int = 0  # already emitted, when the request is resumed
+    patience_s: float = 0.0  # the client gives up after this, from now on; 0: not known
     tokenizer: str = ""  # whose token ids these are, see `Fingerprint`; "": any
 
 

@@ -176,7 +176,11 @@ class IntegritySpec(_Section):
 
 class AdmissionSpec(_Section):
     queue_max: int = Field(default=256, ge=0, description="requests that may wait for room")
-    queue_wait_s: float = Field(default=30.0, ge=0)
+    queue_wait_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="seconds that a request may wait for room; one that would wait longer is refused at once",
+    )
     occupancy_limit: float = Field(
         default=0.95, gt=0, le=1, description="predicted KV occupancy above which decode is full"
     )

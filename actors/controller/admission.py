@@ -1,4 +1,4 @@
-"""Which replicas a request gets, and who waits. Pure.
+"""Which replicas a request gets. Pure.
 
 Decode is chosen by the KV occupancy predicted for the request's expected end and for the worst moment until then (what
 ends just before it still shares the batch); prefill by the prompt tokens in flight. Sessions and known prefixes are
@@ -8,16 +8,28 @@ full.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 from actors.controller.affinity import HashRing, LoadIndex, PrefixIndex
-from actors.controller.forecast import SECOND, Forecast, blocks_for, outlook, per_sequence
-from actors.controller.journal import Tracked, TrackedDict, TrackedList
-from actors.controller.registry import Replica
-from actors.nouns import AdmitRequest, ReplicaId, Role, TicketId
+from actors.controller.capacity import (
+    ALONE_AFTER_NS,
+    PREFILL_AHEAD_NS,
+    UNKNOWN_NS,
+    Demand,
+    Fit,
+    Hold,
+    Short,
+    earliest,
+    fit,
+    limit_of,
+    prefill_ahead,
+)
+from actors.controller.forecast import Forecast
+from actors.controller.journal import Tracked, TrackedDict
+from actors.controller.registry import Registry, Replica
+from actors.nouns import AdmitRequest, ReplicaId, Role
 from cluster.spec import AdmissionSpec
 
 CANDIDATES = 3  # least loaded replicas that are looked at closely
@@ -32,8 +44,11 @@ class Choice:
     prefill: Replica | None
     reserved: int  # blocks on decode
     growth: float  # blocks a second
+    slots: int  # sequences on decode
+    variance: float  # of `reserved`
     ends_ns: int
     prefill_tokens: int
+    staging_bytes: int
     reason: str
     hit_pages: int = 0  # of the prompt, that the replica which computes it probably has cached
     hit_used: int = 0  # see `PrefixIndex.used`
@@ -62,38 +77,18 @@ class _Pool(Tracked):
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
-    """What a request asks of decode, the same for every candidate."""
-
-    request: AdmitRequest
-    prompt: int  # tokens to have in the cache before the next one can be computed
-    output: int  # tokens at the expected end
-    ends_ns: int
-    token_ns: float
-
-    def blocks(self, block_tokens: int) -> int:
-        return blocks_for(self.request, self.output, block_tokens)
-
-    def growth(self, block_tokens: int) -> float:
-        """Blocks a second."""
-        return self.request.num_sequences * SECOND / (self.token_ns * block_tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class _Seat:
     """A decode replica with room."""
 
     rank: tuple[int, float]
     replica: Replica
-    blocks: int
-    at_end: int
-    peak: int
+    fit: Fit
     hit_pages: int
     is_home: bool
 
     def why(self, prompt: int) -> str:
         facts = self.replica.announcement
-        then, at_most = self.at_end / facts.blocks_total, self.peak / facts.blocks_total
+        then, at_most = self.fit.at_end / facts.blocks_total, self.fit.peak / facts.blocks_total
         text = f"{facts.replica_id}: {then:.0%} of its KV blocks when this ends, {at_most:.0%} at most before"
         if self.is_home:
             text += ", and is the session's own"
@@ -109,13 +104,14 @@ class Chooser(Tracked):
         self,
         spec: AdmissionSpec,
         forecast: Forecast,
-        replicas: Mapping[ReplicaId, Replica],
+        registry: Registry,
         staging_bytes_max: int,
     ) -> None:
         self._spec = spec
         self._staging_bytes_max = staging_bytes_max
         self._forecast = forecast
-        self._replicas = replicas
+        self._registry = registry
+        self._replicas = registry.replicas
         self._pools: TrackedDict[tuple[Role, str], _Pool] = TrackedDict()  # by role and generation
 
     def configure(self, spec: AdmissionSpec, staging_bytes_max: int) -> None:
@@ -136,11 +132,11 @@ class Chooser(Tracked):
             pool.ring.drop(replica.id)
             pool.resize(replica.id, 0)
         elif replica.role is Role.DECODE:
-            pool.index.put(replica.id, replica.committed / max(1, replica.announcement.blocks_total))
+            pool.index.put(replica.id, _fullness(replica))
             pool.ring.add(replica.id)
             pool.resize(replica.id, replica.announcement.blocks_total)
         else:
-            pool.index.put(replica.id, _queued(replica) / PREFILL_FULL_TOKENS)
+            pool.index.put(replica.id, prefill_ahead(replica) / PREFILL_FULL_TOKENS)
 
     def forget(self, replica: Replica) -> None:
         """The replica is gone, and its cache with it."""
@@ -159,37 +155,62 @@ class Chooser(Tracked):
 
     # -- choice
 
-    def choose(self, request: AdmitRequest, now_ns: int, generation: str | None = None) -> Choice | None:
-        """Replicas for the request, or None when none has room. `generation`: only there (a resumed stream)."""
-        forecast = self._forecast
-        output = forecast.output_tokens(request)
-        emitted = per_sequence(request, request.num_output_tokens)
-        prompt = request.num_prompt_tokens + emitted
-        lasts_ns = forecast.prompt_token_ns * prompt + forecast.token_ns * max(1, output - emitted)
-        need = _Need(request, prompt, output, now_ns + int(lasts_ns), forecast.token_ns)
-        seat = self._decode(need, now_ns, generation)
-        if seat is None:
-            return None
+    def choose(
+        self, request: AdmitRequest, now_ns: int, generation: str | None = None, hold: Hold | None = None
+    ) -> Choice | Short:
+        """Replicas for the request, or what there is not enough of now.
+
+        `generation`: only there (a resumed stream). `hold`: the place of another request that must not be delayed.
+        """
+        demand = Demand.of(request, self._forecast)
+        seat = self._decode(demand, now_ns, generation, hold)
+        if isinstance(seat, Short):
+            return seat
         facts = seat.replica.announcement
-        uncached = max(0, prompt - seat.hit_pages * facts.block_tokens)
-        prefill, tokens, how = self._prefill(request, seat.replica, prompt, uncached)
+        uncached = max(0, demand.prompt - seat.hit_pages * facts.block_tokens)
+        way = self._prefill(demand, seat.replica, uncached, hold is not None and hold.replica is None)
+        if isinstance(way, Short):
+            return way
+        prefill, tokens, how = way
+        blocks = seat.fit.blocks
         if prefill is None:
-            hit_pages, hit_used = self._note(request, seat.replica, seat.hit_pages, seat.blocks)
+            hit_pages, hit_used = self._note(request, seat.replica, seat.hit_pages, blocks)
         else:
-            self._note(request, seat.replica, 0, seat.blocks)
+            self._note(request, seat.replica, 0, blocks)
             size = prefill.announcement.block_tokens
-            hit_pages, hit_used = self._note(request, prefill, (prompt - tokens) // size, -(-tokens // size))
+            hit_pages, hit_used = self._note(request, prefill, (demand.prompt - tokens) // size, -(-tokens // size))
         return Choice(
             decode=seat.replica,
             prefill=prefill,
-            reserved=seat.blocks,
-            growth=need.growth(facts.block_tokens),
-            ends_ns=need.ends_ns,
+            reserved=blocks,
+            growth=demand.growth(seat.replica),
+            slots=demand.sequences(seat.replica),
+            variance=demand.variance(seat.replica),
+            ends_ns=now_ns + demand.lasts_ns,
             prefill_tokens=tokens,
-            reason=f"{seat.why(prompt)}; {how}",
+            staging_bytes=0 if prefill is None else demand.staging_bytes(seat.replica),
+            reason=f"{seat.why(demand.prompt)}; {how}",
             hit_pages=hit_pages,
             hit_used=hit_used,
         )
+
+    def hold_for(self, request: AdmitRequest, short: Short, generation: str | None, now_ns: int) -> Hold:
+        """The place that the request will get first, when its turn is next and there is no room for it yet."""
+        if short in (Short.PREFILL, Short.STAGING):
+            return Hold()
+        demand = Demand.of(request, self._forecast)
+        best: Hold | None = None
+        for pool in self._decode_pools(request, generation):
+            for name in pool.sizes:
+                replica = self._replicas[name]
+                limit = limit_of(replica, self._spec.occupancy_limit)
+                if name in request.exclude or (demand.blocks(replica) > limit and pool.sizes[name] < pool.largest):
+                    continue
+                start_ns = earliest(demand, replica, limit, now_ns)
+                if best is None or start_ns < best.start_ns:
+                    blocks = min(demand.blocks(replica), limit)
+                    best = Hold(replica, start_ns, blocks, demand.sequences(replica))
+        return best or Hold(start_ns=UNKNOWN_NS)
 
     def _note(self, request: AdmitRequest, replica: Replica, hit_pages: int, num_pages: int) -> tuple[int, int]:
         """The replica will have this prompt cached, and allocates `num_pages` for it."""
@@ -217,47 +238,48 @@ class Chooser(Tracked):
             if role is Role.DECODE and speaks and (generation is None or of_generation == generation):
                 yield pool
 
-    def _decode(self, need: _Need, now_ns: int, generation: str | None) -> _Seat | None:
-        best: _Seat | None = None
-        for pool in self._decode_pools(need.request, generation):
-            seat = self._best(need, pool, self._candidates(need.request, pool), now_ns)
-            if seat is None and pool.smallest != pool.largest:
+    def _decode(self, demand: Demand, now_ns: int, generation: str | None, hold: Hold | None) -> _Seat | Short:
+        best: _Seat | Short = Short.REPLICA
+        for pool in self._decode_pools(demand.request, generation):
+            seat = self._best(demand, pool, self._candidates(demand.request, pool), now_ns, hold)
+            if isinstance(seat, Short) and pool.smallest != pool.largest:
                 # The least loaded ones may be too small for it: look at all.
                 everyone = ((name, 0, False) for name in pool.sizes)
-                seat = self._best(need, pool, everyone, now_ns)
-            if seat is not None and (best is None or seat.rank < best.rank):
+                seat = self._best(demand, pool, everyone, now_ns, hold)
+            if isinstance(best, Short):
+                best = best if seat is Short.REPLICA else seat
+            elif isinstance(seat, _Seat) and seat.rank < best.rank:
                 best = seat
         return best
 
     def _best(
-        self, need: _Need, pool: _Pool, candidates: Iterable[tuple[ReplicaId, int, bool]], now_ns: int
-    ) -> _Seat | None:
-        best: _Seat | None = None
-        exclude = need.request.exclude
+        self,
+        demand: Demand,
+        pool: _Pool,
+        candidates: Iterable[tuple[ReplicaId, int, bool]],
+        now_ns: int,
+        hold: Hold | None,
+    ) -> _Seat | Short:
+        best: _Seat | Short = Short.REPLICA
         for name, hit_pages, is_home in candidates:
-            if name not in pool.sizes or name in exclude:
+            if name not in pool.sizes or name in demand.request.exclude:
                 continue
             replica = self._replicas[name]
-            facts = replica.announcement
-            total = facts.blocks_total
-            room = int(total * self._spec.occupancy_limit)
-            blocks = need.blocks(facts.block_tokens)
-            if blocks > room:
-                if total < pool.largest:
-                    continue
-                blocks = room  # the largest there is takes it when it is empty
-            committed = replica.committed
-            peak, at_end = outlook(replica, now_ns, need.ends_ns, blocks, need.growth(facts.block_tokens))
-            if peak > room and committed + blocks > room:
+            total, limit = replica.announcement.blocks_total, limit_of(replica, self._spec.occupancy_limit)
+            if demand.blocks(replica) > limit and total < pool.largest:
+                continue  # the largest there is takes it when it is empty
+            place = fit(demand, replica, limit, hold, now_ns)
+            if isinstance(place, Short):
+                best = place if isinstance(best, Short) else best
                 continue
-            score = (at_end + peak) / (2 * total)
+            score = (place.at_end + place.peak) / (2 * total)
             if hit_pages:
-                score -= PREFIX_WORTH * min(1.0, hit_pages * facts.block_tokens / need.prompt)
+                score -= PREFIX_WORTH * min(1.0, hit_pages * replica.announcement.block_tokens / demand.prompt)
             if is_home:
                 score -= SESSION_SLACK
-            rank = (round(score * 64), committed / total)
-            if best is None or rank < best.rank:
-                best = _Seat(rank, replica, blocks, at_end, peak, hit_pages, is_home)
+            rank = (round(score * 64), _fullness(replica))
+            if isinstance(best, Short) or rank < best.rank:
+                best = _Seat(rank, replica, place, hit_pages, is_home)
         return best
 
     def _candidates(self, request: AdmitRequest, pool: _Pool) -> list[tuple[ReplicaId, int, bool]]:
@@ -276,165 +298,68 @@ class Chooser(Tracked):
         return found
 
     def _prefill(
-        self, request: AdmitRequest, decode: Replica, prompt: int, uncached: int
-    ) -> tuple[Replica | None, int, str]:
-        limit = self._spec.local_prefill_max_tokens
+        self, demand: Demand, decode: Replica, uncached: int, is_held: bool
+    ) -> tuple[Replica | None, int, str] | Short:
+        """The prefill replica, the tokens it has to compute, and why; None: decode computes the prompt itself."""
+        request, limit = demand.request, self._spec.local_prefill_max_tokens
         if not request.disaggregate:
             return None, 0, "decode computes the prompt: this form cannot be handed over"
         if uncached <= limit:
-            what = "the prompt is short" if uncached == prompt else "most of the prompt is cached there"
+            what = "the prompt is short" if uncached == demand.prompt else "most of the prompt is cached there"
             return None, 0, f"decode computes the prompt: {what} ({uncached} tokens to compute, limit {limit})"
         facts = decode.announcement
-        ranks = int(facts.fingerprint.geometry.get("tensor_parallel", 1))
-        num_bytes = ranks * -(-prompt // facts.block_tokens) * decode.page_bytes
+        num_bytes = demand.staging_bytes(decode)
         if num_bytes > self._staging_bytes_max:
             most = self._staging_bytes_max
             return None, 0, f"decode computes the prompt: {num_bytes} staging bytes, staging_bytes_max is {most}"
         pool = self._pools.get((Role.PREFILL, facts.generation))
         if pool is None or not len(pool.index):
             return None, 0, "decode computes the prompt: no prefill replica is ready"
+        best = self._shortest_queue(demand, pool, num_bytes)
+        if best is None:
+            return None, 0, "decode computes the prompt: every prefill replica is excluded"
+        if isinstance(best, Short):
+            return best
+        ahead, tokens, replica = best
+        ahead_ns = ahead * self._forecast.prompt_token_ns
+        # What decode's own streams would lose by it, all together, against what this request would wait for.
+        costs_ns = uncached * self._forecast.prompt_token_ns * (1 + len(decode.tickets))
+        if ahead_ns > max(costs_ns, ALONE_AFTER_NS):
+            why = f"{ahead} prompt tokens wait on {replica.id}"
+            return None, 0, f"decode computes the prompt: that takes less than its turn on prefill ({why})"
+        if ahead_ns > PREFILL_AHEAD_NS or is_held:
+            return Short.PREFILL
+        cached = f", {demand.prompt - tokens} of them cached" if tokens < demand.prompt else ""
+        return replica, tokens, f"{replica.id} has {ahead} prompt tokens before this one's {demand.prompt}{cached}"
+
+    def _shortest_queue(self, demand: Demand, pool: _Pool, num_bytes: int) -> tuple[int, int, Replica] | Short | None:
+        """(tokens before it, tokens to compute, replica) where the prompt is computed first."""
+        request = demand.request
         pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, ())
-        best: tuple[int, Replica, int] | None = None
+        best: tuple[int, int, Replica] | None = None
+        is_staging_short = False
         for name in (*holders, *islice(pool.index.least(), CANDIDATES)):
             if name not in pool.index or name in request.exclude:
                 continue
             replica = self._replicas[name]
-            tokens = prompt
+            if not self._has_staging(replica.announcement.node_id, num_bytes):
+                is_staging_short = True
+                continue
+            tokens = demand.prompt
             if pages and name in holders:
-                tokens = max(1, prompt - pages * replica.announcement.block_tokens)
-            ahead = _queued(replica)
-            if best is None or ahead + tokens < best[0]:
-                best = ahead + tokens, replica, tokens
-        if best is None:
-            return None, 0, "decode computes the prompt: every prefill replica is excluded"
-        ahead, replica, tokens = best
-        cached = f", {prompt - tokens} of them cached" if tokens < prompt else ""
-        return replica, tokens, f"{replica.id} has {ahead - tokens} prompt tokens before this one's {prompt}{cached}"
+                tokens = max(1, demand.prompt - pages * replica.announcement.block_tokens)
+            ahead = prefill_ahead(replica)
+            if best is None or ahead + tokens < best[0] + best[1]:
+                best = ahead, tokens, replica
+        return Short.STAGING if best is None and is_staging_short else best
+
+    def _has_staging(self, node_id: str, num_bytes: int) -> bool:
+        """The node's own report says how much there is; before the first one, the configuration does."""
+        node, taken = self._registry.nodes.get(node_id), self._registry.staged.get(node_id, 0)
+        most = self._staging_bytes_max if node is None else node.status.bytes_max
+        return not taken or taken + num_bytes <= most
 
 
-def _queued(replica: Replica) -> int:
-    """Prompt tokens a prefill replica still has to compute, as far as we know."""
-    return max(replica.inflight_tokens, replica.occupancy.waiting_prompt_tokens)
-
-
-# -- who waits
-
-
-@dataclass(slots=True, eq=False)
-class Waiting(Tracked):
-    call_id: int
-    request: AdmitRequest
-    since_ns: int
-    until_ns: int
-    cost: float  # what the request takes, for the fairness between tenants (tokens)
-    ticket_id: TicketId = 0  # a live ticket that needs a new place; 0: a new request
-    generation: str | None = None
-    not_before_ns: int = 0
-    also: TrackedList[int] = field(default_factory=TrackedList)  # further calls that wait for the same answer
-
-    @property
-    def queue(self) -> tuple[str, str]:
-        """Tenant and tokenizer: who stands in one queue."""
-        return self.request.tenant, self.request.tokenizer
-
-
-class WaitingRoom(Tracked):
-    """Bounded queue, fair between tenants by tokens: the tenant that has had least goes first.
-
-    Inside a tenant: higher priority first, then first come. A request that was already running and lost its replica
-    goes before all of these and does not count against the bound. The head of a tenant that does not fit lets others
-    pass, until it has waited for `AGED` of its time; from then on nobody passes it, unless no replica that is here
-    could ever take it. Requests in the tokens of different models wait in queues of their own.
-    """
-
-    AGED = 0.25
-
-    def __init__(self, size_max: int) -> None:
-        self.size_max = size_max
-        self._again: TrackedList[Waiting] = TrackedList()
-        # By tenant and tokenizer: (-priority, number, waiting), sorted.
-        self._tenants: TrackedDict[tuple[str, str], TrackedList[tuple[int, int, Waiting]]] = TrackedDict()
-        self._served: TrackedDict[tuple[str, str], float] = TrackedDict()  # virtual time of each tenant that waits
-        self._clock = 0.0  # virtual time: of the tenant served last
-        self._number = 0
-        self._waiting: TrackedDict[int, Waiting] = TrackedDict()  # by call; what is not in here is skipped in the lists
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._waiting.values())
-
-    @property
-    def full(self) -> bool:
-        return len(self._waiting) - len(self._again) >= self.size_max
-
-    def put(self, waiting: Waiting) -> None:
-        self._waiting[waiting.call_id] = waiting
-        if waiting.ticket_id:
-            self._again.append(waiting)
-            return
-        tenant = waiting.queue
-        if tenant not in self._tenants:
-            self._tenants[tenant] = TrackedList()
-            self._served[tenant] = max(self._served.get(tenant, 0.0), self._clock)
-        self._number += 1
-        insort(self._tenants[tenant], (-waiting.request.priority, self._number, waiting))
-
-    def drop(self, call_id: int) -> Waiting | None:
-        waiting: Waiting | None = self._waiting.pop(call_id, None)
-        if waiting is not None and waiting.ticket_id:
-            self._again.remove(waiting)
-        return waiting
-
-    def leave(self, call_id: int) -> Waiting | None:
-        """One caller waits no more; the entry that went with it, when nobody else waits for the same."""
-        for waiting in self._waiting.values():
-            if call_id in waiting.also:
-                waiting.also.remove(call_id)
-                return None
-        found = self._waiting.get(call_id)
-        if found is None or not found.also:
-            return self.drop(call_id)
-        del self._waiting[call_id]
-        found.call_id = found.also.pop()
-        self._waiting[found.call_id] = found
-        return None
-
-    def heads(self, now_ns: int, has_pool: Callable[[AdmitRequest, str | None], bool]) -> list[Waiting]:
-        """Who may be tried now, in order; an aged head for which there is a pool ends the list."""
-        found: list[Waiting] = []
-        for waiting in self._again:
-            if now_ns < waiting.not_before_ns:
-                continue
-            found.append(waiting)
-            if self._aged(waiting, now_ns) and has_pool(waiting.request, waiting.generation):
-                return found
-        for tenant in sorted(self._tenants, key=lambda name: (self._served[name], name)):
-            queue = self._tenants[tenant]
-            while queue and queue[0][2].call_id not in self._waiting:
-                queue.pop(0)
-            if not queue:
-                del self._tenants[tenant]
-                if self._served[tenant] <= self._clock:
-                    del self._served[tenant]  # it would start from the clock anyway
-                continue
-            head = queue[0][2]
-            found.append(head)
-            if self._aged(head, now_ns) and has_pool(head.request, head.generation):
-                break
-        return found
-
-    def serve(self, waiting: Waiting) -> None:
-        """It got its place: leaves, and its tenant has had that much more."""
-        self.drop(waiting.call_id)
-        if not waiting.ticket_id:
-            tenant = waiting.queue
-            self._clock = max(self._clock, self._served.get(tenant, 0.0))
-            self._served[tenant] = self._served.get(tenant, self._clock) + waiting.cost
-
-    def _aged(self, waiting: Waiting, now_ns: int) -> bool:
-        return now_ns - waiting.since_ns >= self.AGED * (waiting.until_ns - waiting.since_ns)
-
-    def expired(self, now_ns: int) -> list[Waiting]:
-        return [waiting for waiting in self._waiting.values() if now_ns >= waiting.until_ns]
+def _fullness(replica: Replica) -> float:
+    """From 0 to 1: of its blocks or of its sequence slots, whichever is scarcer."""
+    return max(replica.committed / max(1, replica.announcement.blocks_total), replica.slots_taken / replica.slots)

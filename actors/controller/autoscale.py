@@ -17,10 +17,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from actors.controller.admission import WaitingRoom
 from actors.controller.events import Scaled
 from actors.controller.forecast import SECOND, Forecast, blocks_for
 from actors.controller.journal import Tracked, TrackedDeque, TrackedDict
+from actors.controller.queue import AdmissionQueue
 from actors.controller.registry import Registry, Replica
 from actors.controller.surge import Trend
 from actors.nouns import Role, ScaleDecision
@@ -113,7 +113,7 @@ class Autoscaler(Tracked):
                 self.targets[event.pool] = last.current
             self._tracks[event.pool].held_until_ns = now_ns + RETRY_NS
 
-    def decide(self, registry: Registry, room: WaitingRoom, forecast: Forecast, now_ns: int) -> list[ScaleDecision]:
+    def decide(self, registry: Registry, room: AdmissionQueue, forecast: Forecast, now_ns: int) -> list[ScaleDecision]:
         if self._scaling.mode == "off" or now_ns < self._next_ns:
             return []
         self._next_ns = now_ns + EVERY_NS
@@ -252,7 +252,7 @@ def _warm(replicas: Iterable[Replica], warm_ns: int, now_ns: int) -> tuple[list[
 
 def decode_load(
     registry: Registry,
-    room: WaitingRoom,
+    room: AdmissionQueue,
     forecast: Forecast,
     spec: ClusterSpec,
     blocks_seen: float,
@@ -282,7 +282,7 @@ def decode_load(
     )
 
 
-def prefill_load(registry: Registry, room: WaitingRoom, spec: ClusterSpec, now_ns: int) -> Load:
+def prefill_load(registry: Registry, room: AdmissionQueue, spec: ClusterSpec, now_ns: int) -> Load:
     there = [r for r in registry.replicas.values() if r.role is Role.PREFILL and not r.fenced]
     _, cold = _warm(there, int(spec.scaling.warm_up_s * SECOND), now_ns)
     per_replica = float(spec.scaling.prefill_queue_tokens)

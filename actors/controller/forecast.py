@@ -17,6 +17,7 @@ SECOND = 1_000_000_000
 PRIOR_OUTPUT_TOKENS = 512  # for a request without a useful max_tokens, until answers have been seen
 SAMPLES_BEFORE_TRUST = 8
 WEIGHT = 0.05  # of a new sample in a running mean
+MAD_TO_DEVIATION = 1.25  # standard deviation over mean absolute deviation, of a normal distribution
 
 
 @dataclass(slots=True)
@@ -39,7 +40,9 @@ class Forecast(Tracked):
     by_class: TrackedDict[int, _Mean] = field(default_factory=TrackedDict)
     output: _Mean = field(default_factory=_Mean)
     token_ns: float = 0.03 * SECOND  # between two tokens of one stream
-    prompt_token_ns: float = 0.0002 * SECOND  # from admission to sealed, a prompt token
+    prompt_token_ns: float = 0.0002 * SECOND  # of a prefill replica that has work, a prompt token
+    _prefill_tokens: float = 1024.0  # running means of what it is made of
+    _prefill_ns: float = 1024 * 0.0002 * SECOND
     stay_ns: float = 0.0  # from its place on decode to its end, a request; 0: none has ended yet
     asked_blocks: float = 0.0  # of all requests that ever came, at their expected ends
     asked_squares: float = 0.0  # the same, each one squared: how unevenly they are spread
@@ -51,16 +54,21 @@ class Forecast(Tracked):
 
     def output_tokens(self, request: AdmitRequest) -> int:
         """Tokens of each sequence at its expected end, the ones already emitted included."""
-        seen = self.by_class.get(request.max_tokens.bit_length())
-        if seen is None or seen.count < SAMPLES_BEFORE_TRUST:
-            seen = self.output
-        if seen.count < SAMPLES_BEFORE_TRUST:
-            expected = PRIOR_OUTPUT_TOKENS
-        else:
-            expected = int(seen.mean + seen.deviation) + 1
+        seen = self._seen(request)
+        expected = PRIOR_OUTPUT_TOKENS if seen.count < SAMPLES_BEFORE_TRUST else math.ceil(seen.mean)
         emitted = per_sequence(request, request.num_output_tokens)
         expected = max(expected, emitted + emitted // 2 + 1)
         return max(1, min(expected, request.max_tokens))
+
+    def spread_tokens(self, request: AdmitRequest) -> float:
+        """Standard deviation of `output_tokens`; 0 where it is the most that the request may put out."""
+        seen = self._seen(request)
+        spread = PRIOR_OUTPUT_TOKENS / 2 if seen.count < SAMPLES_BEFORE_TRUST else MAD_TO_DEVIATION * seen.deviation
+        return min(spread, float(request.max_tokens - self.output_tokens(request)))
+
+    def _seen(self, request: AdmitRequest) -> _Mean:
+        seen = self.by_class.get(request.max_tokens.bit_length())
+        return self.output if seen is None or seen.count < SAMPLES_BEFORE_TRUST else seen
 
     def learn(self, request: AdmitRequest, num_output_tokens: int, decode_ns: int) -> None:
         """`num_output_tokens`: of all sequences together. Each of them is one answer."""
@@ -74,9 +82,11 @@ class Forecast(Tracked):
     def learn_stay(self, stay_ns: int) -> None:
         self.stay_ns += WEIGHT * (stay_ns - self.stay_ns) if self.stay_ns else stay_ns
 
-    def learn_prefill(self, num_prompt_tokens: int, seconds_ns: int) -> None:
-        if num_prompt_tokens > 0:
-            self.prompt_token_ns += WEIGHT * (seconds_ns / num_prompt_tokens - self.prompt_token_ns)
+    def learn_prefill(self, num_prompt_tokens: int, busy_ns: int) -> None:
+        """A prefill replica has computed so many tokens in the time that it was busy with them."""
+        self._prefill_tokens += WEIGHT * (num_prompt_tokens - self._prefill_tokens)
+        self._prefill_ns += WEIGHT * (busy_ns - self._prefill_ns)
+        self.prompt_token_ns = self._prefill_ns / max(1.0, self._prefill_tokens)
 
 
 def per_sequence(request: AdmitRequest, num_tokens: int) -> int:
@@ -84,11 +94,12 @@ def per_sequence(request: AdmitRequest, num_tokens: int) -> int:
     return -(-num_tokens // max(1, request.num_sequences))
 
 
-def blocks_for(request: AdmitRequest, output_tokens: int, block_tokens: int) -> int:
-    """Blocks of a request at its end: the prompt once, the outputs of every sequence."""
+def blocks_for(request: AdmitRequest, output_tokens: int, block_tokens: int, sequences: int | None = None) -> int:
+    """Blocks of a request at its end: the prompt once, the outputs of every sequence (or of `sequences` at once)."""
+    sequences = request.num_sequences if sequences is None else sequences
     whole = -(-(request.num_prompt_tokens + output_tokens) // block_tokens)
-    further = -(-output_tokens // block_tokens) if request.num_sequences > 1 else 0
-    return whole + further * (request.num_sequences - 1)
+    further = -(-output_tokens // block_tokens) if sequences > 1 else 0
+    return whole + further * (sequences - 1)
 
 
 def outlook(replica: Replica, now_ns: int, ends_ns: int, need: int, growth: float) -> tuple[int, int]:
@@ -102,7 +113,7 @@ def outlook(replica: Replica, now_ns: int, ends_ns: int, need: int, growth: floa
     level, slope, anchor = 0.0, 0.0, 0.0  # of tickets that end later: sum reserved, sum growth, sum growth * end
     at_end, peak = -1.0, 0.0
     growth /= SECOND
-    for end, _, reserved, grows in reversed(replica.ends):
+    for end, _, reserved, grows, _ in reversed(replica.ends):
         if end <= now_ns:
             steady += reserved
             continue

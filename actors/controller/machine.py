@@ -10,13 +10,15 @@ from __future__ import annotations
 import traceback
 from bisect import insort
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from actors.controller import compatibility
-from actors.controller.admission import Choice, Chooser, Waiting, WaitingRoom
+from actors.controller.admission import Choice, Chooser
 from actors.controller.autoscale import Autoscaler
+from actors.controller.capacity import UNKNOWN_NS, Demand, Hold, Schedule, Short
 from actors.controller.events import (
     Admit,
     Adopt,
@@ -49,6 +51,7 @@ from actors.controller.events import (
 from actors.controller.forecast import SECOND, Forecast, blocks_for
 from actors.controller.journal import RecentDict, Tracked, TrackedDeque, TrackedDict, TrackedList, TrackedSet, savepoint
 from actors.controller.pages import PageBook, TagMismatch
+from actors.controller.queue import AdmissionQueue, Waiting
 from actors.controller.registry import EPOCH_SHIFT, LANDED, Live, Node, Registry, Replica, epoch_of
 from actors.nouns import (
     AdmitRequest,
@@ -83,6 +86,9 @@ ORDER_AGAIN_NS = 2 * SECOND
 PAUSE_NS = SECOND // 2  # a shorter gap between ticks is no pause, however soon replicas count as stale
 FORGET_FENCED_NS = 300 * SECOND
 MISMATCHES_KEPT = 64
+LOOK_MAX = 64  # entries of the queue that one turn looks at
+BACKFILL_MAX = 8  # of these, behind the first that has no room
+SCHEDULE_EVERY_NS = SECOND // 2
 LEFT_REMEMBERED = 1_000
 SILENCED_REMEMBERED = 10_000
 OUTCOME_EVENT = {
@@ -108,8 +114,10 @@ class Machine(Tracked):
         self._away_ns = 0  # of the time for rebuilding
         self.registry = Registry()
         self.forecast = Forecast()
-        self.chooser = Chooser(spec.admission, self.forecast, self.registry.replicas, spec.transfer.staging_bytes_max)
-        self.room = WaitingRoom(spec.admission.queue_max)
+        self.chooser = Chooser(spec.admission, self.forecast, self.registry, spec.transfer.staging_bytes_max)
+        self.room = AdmissionQueue(spec.admission.queue_max)
+        self._schedules: dict[str, Schedule] = {}  # of those who wait, by tokenizer; only ever made anew or added to
+        self._scheduled_ns = -SCHEDULE_EVERY_NS
         self.autoscaler = Autoscaler(spec, now_ns)
         self.frontends: TrackedDict[str, int] = TrackedDict()  # last heard
         self.counters: TrackedDict[str, float] = TrackedDict()
@@ -330,7 +338,7 @@ class Machine(Tracked):
             live = self.registry.tickets[replica.ends[0][1]]
             longer = max(SECOND, (now_ns - live.admitted_ns) // 2)
             request = live.request
-            most = blocks_for(request, request.max_tokens, replica.announcement.block_tokens)
+            most = blocks_for(request, request.max_tokens, replica.announcement.block_tokens, live.slots)
             grown = live.reserved + int(live.growth * longer / SECOND) + 1
             reserved = max(live.reserved, min(grown, most, limit))
             growth = (reserved - live.reserved) * SECOND / longer  # from what it has now to what it may have then
@@ -401,15 +409,75 @@ class Machine(Tracked):
             return
         output, block_tokens = self.forecast.output_tokens(request), self.spec.pools.decode.block_tokens
         self.forecast.asked(blocks_for(request, output, block_tokens))
-        if not len(self.room) and (choice := self.chooser.choose(request, now_ns)) is not None:
+        if not len(self.room) and isinstance(choice := self.chooser.choose(request, now_ns), Choice):
             self._reply(event.call_id, self._issue(request, choice, now_ns))
             return
-        if self.room.full:
-            self._busy(event.call_id, f"{len(self.room)} requests wait already", now_ns)
-            return
         cost = request.num_prompt_tokens + output * request.num_sequences
-        self.room.put(Waiting(event.call_id, request, now_ns, now_ns + self._queue_ns, cost))
+        bound_ns = min(self._queue_ns, int(request.patience_s * SECOND) or self._queue_ns)
+        waiting = Waiting(event.call_id, request, now_ns, now_ns + bound_ns, cost)
+        self.room.put(waiting)
         self._serve_room(now_ns)
+        if waiting in self.room:
+            self._bound_queue(waiting, now_ns)
+
+    def _bound_queue(self, newest: Waiting, now_ns: int) -> None:
+        """Whoever has to leave for the newest, or cannot be served in time, is told so now."""
+        surplus = self.room.surplus(newest, self.chooser.has_pool)
+        if surplus is not None:
+            self._refuse(surplus, f"{len(self.room) - 1} requests wait already", self._next_start_ns(now_ns), now_ns)
+            if surplus is newest:
+                return
+        newest.expected_ns = self._expected_ns(newest, now_ns)
+        if newest.until_ns < newest.expected_ns < UNKNOWN_NS:
+            wait_s, bound_s = (newest.expected_ns - now_ns) / SECOND, (newest.until_ns - now_ns) / SECOND
+            reason = f"it would wait for {wait_s:.0f} s, more than the {bound_s:.0f} s that it may"
+            self._refuse(newest, reason, now_ns + newest.expected_ns - newest.until_ns, now_ns)
+
+    def _refuse(self, waiting: Waiting, reason: str, again_ns: int, now_ns: int) -> None:
+        """`again_ns`: when it would not be refused, as far as can be foreseen."""
+        self.room.drop(waiting.call_id)
+        self._add("busy")
+        self._answer(waiting, Busy(reason=reason, retry_after_s=self._retry_after_s(again_ns, now_ns)))
+
+    def _retry_after_s(self, again_ns: int, now_ns: int) -> float:
+        return round(min(max(1.0, (again_ns - now_ns) / SECOND), max(1.0, self._queue_ns / SECOND)), 1)
+
+    def _next_start_ns(self, now_ns: int) -> int:
+        """When the first of those who wait gets its place."""
+        self._reschedule(now_ns)
+        return min((schedule.starts[0] for schedule in self._schedules.values() if schedule.starts), default=now_ns)
+
+    def _expected_ns(self, waiting: Waiting, now_ns: int) -> int:
+        if self._reschedule(now_ns):
+            return waiting.expected_ns
+        tokenizer = waiting.request.tokenizer
+        starts = self._schedules[tokenizer].starts if tokenizer in self._schedules else []
+        before = (each for each in self.room.in_order(now_ns) if each.request.tokenizer == tokenizer)
+        at = next((number for number, each in enumerate(before) if each is waiting), len(starts))
+        return starts[at] if at < len(starts) else self._add_to_schedule(waiting, now_ns)
+
+    def _reschedule(self, now_ns: int) -> bool:
+        """Forecasts the queue anew where that is due: it takes time in proportion to all live tickets."""
+        if now_ns - self._scheduled_ns < SCHEDULE_EVERY_NS:
+            return False
+        self._scheduled_ns = now_ns
+        self._schedules = {}
+        for waiting in self.room.in_order(now_ns):
+            waiting.expected_ns = self._add_to_schedule(waiting, now_ns)
+        return True
+
+    def expected_wait_s(self, now_ns: int) -> float:
+        """Until the last of those who wait has its place; of those for whom it can be foreseen."""
+        known = [waiting.expected_ns for waiting in self.room if waiting.expected_ns < UNKNOWN_NS]
+        return round(max(0.0, (max(known, default=0) - now_ns) / SECOND), 1)
+
+    def _add_to_schedule(self, waiting: Waiting, now_ns: int) -> int:
+        tokenizer, limit = waiting.request.tokenizer, self.spec.admission.occupancy_limit
+        if tokenizer not in self._schedules:
+            self._schedules[tokenizer] = Schedule.of(self.registry, self.forecast, tokenizer, limit, (), now_ns)
+        demand = Demand.of(waiting.request, self.forecast)
+        block_tokens = self.spec.pools.decode.block_tokens
+        return self._schedules[tokenizer].add(demand, block_tokens, self.forecast.prompt_token_ns)
 
     def _reply_placed_or_wait(self, live: Live, call_id: CallId) -> None:
         if live.decode_at is not None:
@@ -420,15 +488,6 @@ class Machine(Tracked):
             self._reply(call_id, live.ticket)
             return
         waiting.also.append(call_id)
-
-    def _busy(self, call_id: CallId, reason: str, now_ns: int) -> None:
-        self._add("busy")
-        self._reply(call_id, Busy(reason=reason, retry_after_s=self.retry_after_s(now_ns)))
-
-    def retry_after_s(self, now_ns: int) -> float:
-        """When the next running request should end; between 1 s and the queue's own wait."""
-        first = min((r.ends[0][0] for r in self.registry.replicas.values() if r.usable and r.ends), default=0)
-        return round(min(max(1.0, (first - now_ns) / SECOND), max(1.0, self.spec.admission.queue_wait_s)), 1)
 
     def _issue(self, request: AdmitRequest, choice: Choice, now_ns: int) -> Ticket:
         self._issued += 1
@@ -463,11 +522,13 @@ class Machine(Tracked):
     def _place(self, live: Live, choice: Choice, now_ns: int) -> None:
         live.generation = choice.decode.announcement.generation
         live.reserved, live.growth, live.ends_ns = choice.reserved, choice.growth, choice.ends_ns
+        live.slots, live.variance = choice.slots, choice.variance
         live.prefill_tokens = choice.prefill_tokens
         live.hit_pages, live.hit_used = choice.hit_pages, choice.hit_used
         live.placed_ns, live.deadline_ns = now_ns, now_ns + self._hand_over_ns
         live.lost = None
         self.registry.attach(live, choice.decode, choice.prefill)
+        self.registry.stage(live, choice.staging_bytes)
         if choice.prefill is None:
             self.registry.move(live, TicketEvent.DECODE_ALONE, now_ns)
             self._add("decode_alone")
@@ -476,28 +537,37 @@ class Machine(Tracked):
             self.chooser.refresh(choice.prefill)
 
     def _serve_room(self, now_ns: int) -> None:
-        """Gives places to whoever waits, in fair order, until nobody at the front fits."""
-        while len(self.room):
-            for waiting in self.room.heads(now_ns, self.chooser.has_pool):
-                placed = self._attempt(self._serve_waiting, waiting, now_ns)
-                if placed is _FAILED:
-                    self._fail_waiting(waiting, now_ns)
-                if placed:
-                    break
-            else:
-                return
+        """Gives places to those who wait, in fair order.
 
-    def _serve_waiting(self, waiting: Waiting, now_ns: int) -> bool:
-        choice = self._choose_for(waiting, now_ns)
-        if choice is None:
-            return False
+        The first for whom there is no room keeps the place that it will get first; behind it, only those get one who
+        do not delay that.
+        """
+        hold: Hold | None = None
+        num_behind = 0
+        for waiting in list(islice(self.room.in_order(now_ns), LOOK_MAX)):
+            if waiting not in self.room:
+                continue  # it has left meanwhile
+            placed = self._attempt(self._serve_waiting, waiting, hold, now_ns)
+            if placed is _FAILED:
+                self._fail_waiting(waiting, now_ns)
+            elif placed is not None and hold is not None:
+                num_behind += 1
+                if num_behind == BACKFILL_MAX:
+                    return
+            elif placed is not None and self.chooser.has_pool(waiting.request, waiting.generation):
+                hold = self.chooser.hold_for(waiting.request, placed, waiting.generation, now_ns)
+
+    def _serve_waiting(self, waiting: Waiting, hold: Hold | None, now_ns: int) -> Short | None:
+        choice = self._choose_for(waiting, hold, now_ns)
+        if isinstance(choice, Short):
+            return choice
         self.room.serve(waiting)
         if waiting.ticket_id:
             ticket = self._again(self.registry.tickets[waiting.ticket_id], choice, now_ns)
         else:
             ticket = self._issue(waiting.request, choice, now_ns)
         self._answer(waiting, ticket)
-        return True
+        return None
 
     def _fail_waiting(self, waiting: Waiting, now_ns: int) -> None:
         """A request whose turn cannot be computed leaves the queue, so that the others get theirs."""
@@ -510,11 +580,11 @@ class Machine(Tracked):
         for call_id in (waiting.call_id, *waiting.also):
             self._reply(call_id, value)
 
-    def _choose_for(self, waiting: Waiting, now_ns: int) -> Choice | None:
-        choice = self.chooser.choose(waiting.request, now_ns, waiting.generation)
-        if choice is None and waiting.request.exclude:  # better one that failed before than none
+    def _choose_for(self, waiting: Waiting, hold: Hold | None, now_ns: int) -> Choice | Short:
+        choice = self.chooser.choose(waiting.request, now_ns, waiting.generation, hold)
+        if isinstance(choice, Short) and waiting.request.exclude:  # better one that failed before than none
             open_minded = msgspec.structs.replace(waiting.request, exclude=())
-            choice = self.chooser.choose(open_minded, now_ns, waiting.generation)
+            choice = self.chooser.choose(open_minded, now_ns, waiting.generation, hold)
         return choice
 
     def _withdraw(self, event: Withdraw, now_ns: int) -> None:
@@ -585,6 +655,8 @@ class Machine(Tracked):
         dead |= {key: None for key in status.held if self._dead(key, now_ns)}
         node.release.clear()
         self._reply(event.call_id, list(dead))
+        if event.events:  # prefill and staging may have room again
+            self._serve_room(now_ns)
 
     def _dead(self, key: tuple[TicketId, int], now_ns: int) -> bool:
         """Nobody wants the bytes of this ticket and attempt any more."""
@@ -626,11 +698,17 @@ class Machine(Tracked):
             node.release[key] = None
             return
         if self.registry.move(live, TicketEvent.SEALED, now_ns):
-            self.forecast.learn_prefill(live.ticket.num_prompt_tokens, now_ns - live.admitted_ns)
+            self._learn_prefill(live, now_ns)
             live.hand_over = self._hand_over(event, self._hand_over_ns)
             self._refresh_prefill(live)
             if live.wanted_by:
                 self._give_hand_over(live, now_ns)
+
+    def _learn_prefill(self, live: Live, now_ns: int) -> None:
+        if (prefill := self.registry.replicas.get(live.ticket.prefill or "")) is not None:
+            busy_since_ns = max(live.placed_ns, prefill.sealed_ns)
+            self.forecast.learn_prefill(live.prefill_tokens, now_ns - busy_since_ns)
+            prefill.sealed_ns = now_ns
 
     def _refresh_prefill(self, live: Live) -> None:
         prefill = self.registry.replicas.get(live.ticket.prefill or "")
@@ -870,8 +948,9 @@ class Machine(Tracked):
         decode = decode if decode is not None and not decode.fenced else None
         output = self.forecast.output_tokens(request)
         block_tokens = decode.announcement.block_tokens if decode else self.spec.pools.decode.block_tokens
-        live.reserved = blocks_for(request, output, block_tokens)
-        live.growth = request.num_sequences * SECOND / (self.forecast.token_ns * block_tokens)
+        live.slots = min(request.num_sequences, decode.slots) if decode else request.num_sequences
+        live.reserved = blocks_for(request, output, block_tokens, live.slots)
+        live.growth = live.slots * SECOND / (self.forecast.token_ns * block_tokens)
         live.ends_ns = now_ns + int(self.forecast.token_ns * max(1, output - claim.num_output_tokens))
         live.prefill_tokens = ticket.num_prompt_tokens
         live.generation = decode.announcement.generation if decode else ""
@@ -912,7 +991,7 @@ class Machine(Tracked):
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             _, call_id, ticket_id = self._deadlines.pop(0)
             self._attempt(self._hand_over_late, call_id, ticket_id)
-        for part in (self._chase, self._end_rebuilding, self._serve_room, self._decide_scale):
+        for part in (self._chase, self._end_rebuilding, self._serve_room, self._reforecast, self._decide_scale):
             self._attempt(part, now_ns)
 
     def _watch_node(self, node: Node, now_ns: int) -> None:
@@ -920,6 +999,10 @@ class Machine(Tracked):
             node.stale = True
             self._node_lost(node, f"the transfer actor of {node.status.node_id} is silent", now_ns)
             self._out.append(Replace("transfer", node.status.node_id))
+
+    def _reforecast(self, now_ns: int) -> None:
+        if len(self.room):
+            self._reschedule(now_ns)
 
     def _decide_scale(self, now_ns: int) -> None:
         for decision in self.autoscaler.decide(self.registry, self.room, self.forecast, now_ns):
@@ -988,10 +1071,8 @@ class Machine(Tracked):
         self._silenced[ticket.ticket_id] = ticket
 
     def _give_up_waiting(self, waiting: Waiting, now_ns: int) -> None:
-        self.room.drop(waiting.call_id)
-        self._add("busy")
-        reason = f"no room on decode within {self.spec.admission.queue_wait_s:g} s"
-        self._answer(waiting, Busy(reason=reason, retry_after_s=self.retry_after_s(now_ns)))
+        waited_s = (waiting.until_ns - waiting.since_ns) / SECOND
+        self._refuse(waiting, f"no room on decode within {waited_s:g} s", self._next_start_ns(now_ns), now_ns)
         if waiting.ticket_id and (live := self.registry.tickets.get(waiting.ticket_id)) is not None:
             self._close(live, Outcome.FAILED, now_ns)
 

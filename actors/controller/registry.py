@@ -30,6 +30,7 @@ from kernels.layout import PageLayout
 
 EPOCH_SHIFT: Final = 32  # ticket_id = epoch << 32 | counter: unique over restarts, fits a signed 64-bit integer
 ENDED_REMEMBERED: Final = 20_000
+SLOTS_UNKNOWN: Final = 1 << 30
 # States in which the ticket's pages are (being) taken on decode, so that its heartbeat counts them.
 LANDED: Final = frozenset({TicketState.MOVING, TicketState.VERIFIED, TicketState.RECOMPUTING, TicketState.DECODING})
 PREFILL_WORK: Final = frozenset({TicketState.ADMITTED, TicketState.PREFILLING})
@@ -54,8 +55,11 @@ class Replica(Tracked):
     unexplained: int = 0  # blocks held that no ticket here explains, at the last heartbeat
     inflight_tokens: int = 0  # prompt tokens of tickets that prefill here
     tickets: TrackedSet[TicketId] = field(default_factory=TrackedSet)
-    # Expected ends of tickets that decode here, sorted: (end, ticket, blocks then, blocks a second until then).
-    ends: TrackedList[tuple[int, TicketId, int, float]] = field(default_factory=TrackedList)
+    slots_taken: int = 0  # sequences of all tickets placed here (decode)
+    variance: float = 0.0  # of `reserved`, blocks squared
+    sealed_ns: int = 0  # when it had sealed a prompt last (prefill)
+    # Expected ends of tickets that decode here, sorted: (end, ticket, blocks then, blocks a second until then, slots).
+    ends: TrackedList[tuple[int, TicketId, int, float, int]] = field(default_factory=TrackedList)
     cancel: TrackedDict[tuple[TicketId, int], int] = field(default_factory=TrackedDict)  # to tell; how often still
     counters: TrackedDict[str, float] = field(default_factory=TrackedDict)
     book: PageBook = field(default_factory=PageBook)
@@ -79,6 +83,11 @@ class Replica(Tracked):
     @property
     def usable(self) -> bool:
         return not (self.stale or self.fenced or self.draining_since_ns)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that its engine runs at once."""
+        return self.announcement.max_num_seqs or SLOTS_UNKNOWN
 
     @property
     def committed(self) -> int:
@@ -114,6 +123,9 @@ class Live(Tracked):
     placed_ns: int = 0
     reserved: int = 0  # blocks on decode at the expected end
     growth: float = 0.0  # blocks a second while it decodes
+    slots: int = 1  # sequences on decode
+    variance: float = 0.0  # of `reserved`, blocks squared
+    staging_bytes: int = 0  # counted on its prefill's node until decode has opened its pages
     ends_ns: int = 0  # expected end
     prefill_tokens: int = 0  # counted on its prefill replica while it has that work
     hit_pages: int = 0  # see `Choice`
@@ -138,6 +150,7 @@ class Registry(Tracked):
         self.tickets: TrackedDict[TicketId, Live] = TrackedDict()
         self.by_request: TrackedDict[tuple[str, str], TicketId] = TrackedDict()  # (frontend, request) -> ticket
         self.by_frontend: TrackedDict[str, TrackedSet[TicketId]] = TrackedDict()
+        self.staged: TrackedDict[str, int] = TrackedDict()  # bytes that live tickets have or will have, by node
         self.by_state: TrackedDict[TicketState, int] = TrackedDict(dict.fromkeys(TicketState, 0))
         self.ended: RecentDict[TicketId, Outcome] = RecentDict(ENDED_REMEMBERED)
         self.ended_requests: RecentDict[tuple[str, str], TicketId] = RecentDict(ENDED_REMEMBERED)
@@ -166,8 +179,10 @@ class Registry(Tracked):
         live.decode_at = decode
         decode.tickets.add(live.ticket.ticket_id)
         decode.reserved += live.reserved
+        decode.slots_taken += live.slots
+        decode.variance += live.variance
         decode.landed += live.reserved if live.state in LANDED else 0
-        insort(decode.ends, (live.ends_ns, live.ticket.ticket_id, live.reserved, live.growth))
+        insort(decode.ends, (live.ends_ns, live.ticket.ticket_id, live.reserved, live.growth, live.slots))
 
     def detach(self, live: Live) -> None:
         """Takes the ticket off its replicas; it stays live and waits for a new place."""
@@ -176,10 +191,27 @@ class Registry(Tracked):
         if (decode := live.decode_at) is not None:
             decode.tickets.discard(ticket_id)
             decode.reserved -= live.reserved
+            decode.slots_taken -= live.slots
+            decode.variance = max(0.0, decode.variance - live.variance) if len(decode.ends) > 1 else 0.0
             decode.landed -= live.reserved if live.state in LANDED else 0
-            at = bisect_left(decode.ends, (live.ends_ns, ticket_id, -1, 0.0))
+            at = bisect_left(decode.ends, (live.ends_ns, ticket_id, -1, 0.0, 0))
             del decode.ends[at]
             live.decode_at = None
+
+    def stage(self, live: Live, num_bytes: int) -> None:
+        """Its pages will take so many bytes on its prefill's node until decode has opened them."""
+        node = live.ticket.prefill_node
+        live.staging_bytes = num_bytes
+        if num_bytes:
+            self.staged[node] = self.staged.get(node, 0) + num_bytes
+
+    def _unstage(self, live: Live) -> None:
+        if live.staging_bytes:
+            node, num_bytes = live.ticket.prefill_node, live.staging_bytes
+            live.staging_bytes = 0
+            self.staged[node] -= num_bytes
+            if not self.staged[node]:
+                del self.staged[node]
 
     def _leave_prefill(self, live: Live) -> None:
         if (prefill := live.prefill_at) is not None:
@@ -204,6 +236,7 @@ class Registry(Tracked):
 
     def release_lease(self, live: Live) -> None:
         """Tells the node that holds this attempt's bytes, if we know of one, that nobody wants them any more."""
+        self._unstage(live)
         if live.hand_over is not None:
             lease = live.hand_over.lease
             if (node := self.nodes.get(lease.node_id)) is not None:
@@ -259,7 +292,7 @@ class Registry(Tracked):
     def breaches(self) -> list[str]:
         """Broken conservation laws in plain words; empty when all hold."""
         found: list[str] = []
-        sums: dict[int, list[int]] = {id(replica): [0, 0, 0] for replica in self.replicas.values()}
+        sums: dict[int, list[int]] = {id(replica): [0, 0, 0, 0] for replica in self.replicas.values()}
         placed: dict[int, set[TicketId]] = {id(replica): set() for replica in self.replicas.values()}
         states = dict.fromkeys(TicketState, 0)
         for ticket_id, live in self.tickets.items():
@@ -281,12 +314,20 @@ class Registry(Tracked):
             if live.decode_at is not None and (mine := sums.get(id(live.decode_at))) is not None:
                 mine[0] += live.reserved
                 mine[1] += live.reserved if live.state in LANDED else 0
+                mine[3] += live.slots
                 placed[id(live.decode_at)].add(ticket_id)
             if live.prefill_at is not None and (mine := sums.get(id(live.prefill_at))) is not None:
                 mine[2] += live.prefill_tokens
                 placed[id(live.prefill_at)].add(ticket_id)
         for replica in self.replicas.values():
             found += self._replica_breaches(replica, sums[id(replica)], placed[id(replica)])
+        staged: dict[str, int] = {}
+        for live in self.tickets.values():
+            if live.staging_bytes:
+                node = live.ticket.prefill_node
+                staged[node] = staged.get(node, 0) + live.staging_bytes
+        if staged != self.staged:
+            found.append(f"staging bytes {self.staged} by node, the live tickets add up to {staged}")
         if states != self.by_state:
             found.append(f"tickets by state {states} are counted as {self.by_state}")
         if len(self.by_request) != len(self.tickets):
@@ -296,11 +337,14 @@ class Registry(Tracked):
     @staticmethod
     def _replica_breaches(replica: Replica, sums: list[int], placed: set[TicketId]) -> list[str]:
         name, seen = replica.id, replica.occupancy
-        have = (replica.reserved, replica.landed, replica.inflight_tokens)
+        have = (replica.reserved, replica.landed, replica.inflight_tokens, replica.slots_taken)
         found = [
             f"{name}: {what} {mine}, its tickets add up to {theirs}"
             for what, mine, theirs in zip(
-                ("reserved blocks", "landed blocks", "in-flight prompt tokens"), have, sums, strict=True
+                ("reserved blocks", "landed blocks", "in-flight prompt tokens", "sequence slots"),
+                have,
+                sums,
+                strict=True,
             )
             if mine != theirs
         ]

@@ -78,6 +78,7 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
         "queue": {
             "waiting": len(machine.room),
             "max": machine.spec.admission.queue_max,
+            "expected_wait_s": machine.expected_wait_s(now_ns),
             "oldest_s": round(max(((now_ns - w.since_ns) / SECOND for w in machine.room), default=0.0), 3),
         },
         "staging": {

@@ -168,6 +168,7 @@ class _Host:
             block_tokens=cache.block_size,
             blocks_total=int(self._stats["blocks_total"]),
             max_model_len=self.config.model_config.max_model_len,
+            max_num_seqs=self.pool.max_num_seqs,
             engine={
                 "kv_cache_bytes": self.description["kv_cache_bytes"],
                 "weights_bytes": self.description["weights_bytes"],

@@ -92,6 +92,7 @@ class Rig:
         self.scaled: list[ScaleDecision] = []
         self.logs: list[str] = []
         self.stamps: dict[str, int] = {}
+        self.bytes_max = 1 << 30  # of staging, on every node
         self._calls = 0
 
     # -- raw
@@ -188,8 +189,8 @@ class Rig:
     # -- transfer
 
     def report(self, *events: TransferEvent, node: str = "n", incarnation: int = 1, **facts: Any) -> list[Any]:
-        values: dict[str, Any] = {"node_id": node, "incarnation": incarnation, "bytes_held": 0, "bytes_max": 1 << 20}
-        status = StagingStatus(**(values | {"leases": 0} | facts))
+        values: dict[str, Any] = {"node_id": node, "incarnation": incarnation, "bytes_held": 0}
+        status = StagingStatus(**(values | {"leases": 0, "bytes_max": self.bytes_max} | facts))
         dead: list[Any] = self.answers[self.call(lambda n: Transfer(n, status, events))]
         return dead
 

@@ -361,7 +361,7 @@ def test_the_outlook_is_what_a_dumb_simulation_finds(
         tickets[number] = replace(some, reserved=reserved, growth=growth, ends_ns=left * SECOND)
     if overdue:
         tickets[99] = replace(some, reserved=overdue, growth=1.0, ends_ns=-1)
-    replica.ends = sorted((live.ends_ns, n, live.reserved, live.growth) for n, live in tickets.items())
+    replica.ends = sorted((live.ends_ns, n, live.reserved, live.growth, 1) for n, live in tickets.items())
     need, new_share, lasts = new
     growth = need * new_share / lasts
 

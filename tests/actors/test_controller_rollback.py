@@ -74,7 +74,9 @@ def frozen(value: Any, seen: dict[int, int]) -> Any:
         seen[id(value)] = len(seen)
         names = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
         names |= set(getattr(value, "__dict__", ()))
-        return [(name, frozen(getattr(value, name), seen)) for name in sorted(names - {"_out", "_handlers"})]
+        return [
+            (name, frozen(getattr(value, name), seen)) for name in sorted(names - {"_out", "_handlers", "_schedules"})
+        ]
     if isinstance(value, dict):
         return [(key, frozen(value[key], seen)) for key in sorted(value, key=repr)]
     if isinstance(value, set):
