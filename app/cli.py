@@ -23,10 +23,10 @@ COMMANDS: dict[str, Command] = {
     "status": Command("app.commands.status", "pools, replicas, tickets and bytes of a running service"),
     "chaos": Command("ops.chaos.cli", "inject faults and show that every one is caught"),
     "kernels": Command("ops.kernels.cli", "compile kernels ahead of time, benchmark them"),
-    "simulate": Command("cluster.simulate.cli", "run the real controller in a simulated cluster, with faults"),
-    "plan": Command("cluster.plan_cli", "what fits: weights, KV tokens, requests, cost"),
+    "simulate": Command("ops.simulate.cli", "run the real controller in a simulated cluster, with faults"),
+    "plan": Command("cluster.plan.cli", "what fits: weights, KV tokens, requests, cost"),
     "compress": Command("ops.compress.cli", "turn a BF16 or FP8 checkpoint into INT4"),
-    "bench": Command("ops.measure.cli", "paired benchmark against plain vLLM and ray.serve.llm"),
+    "bench": Command("ops.bench.cli", "paired benchmark against plain vLLM and ray.serve.llm"),
     "eval": Command("ops.accuracy.cli", "accuracy of the hand-over against a single engine"),
 }
 

@@ -12,10 +12,10 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.nouns import Role
-from app import directory
-from app.asgi import call
-from app.audit import whole_audit
+from actors.messages import Role
+from app.api.status import whole_audit
+from app.client.asgi import call
+from app.rpc import directory
 from app.rpc.controller_loops import ControllerLoops
 from cluster.spec import ClusterSpec
 
@@ -25,9 +25,9 @@ class Frontend:
     async def __init__(
         self, spec_tree: dict[str, Any], prefill: DeploymentHandle[Any] | None, decode: DeploymentHandle[Any]
     ) -> None:
-        from actors.controller.shell import get_or_create
+        from actors.controller.actor import get_or_create
         from actors.engine.config import set_environment
-        from app.remote import RemoteController, RemoteDecode, RemotePrefill
+        from app.rpc.remote import RemoteController, RemoteDecode, RemotePrefill
 
         self.spec = spec = ClusterSpec.parse(spec_tree)
         set_environment(spec, Role.DECODE)
@@ -46,9 +46,9 @@ class Frontend:
 
     async def _start_server(self) -> None:
         from actors.engine.config import generation, tokenizer_of
-        from app.core_client import FerryCoreClient
+        from app.api.server import build_server, frontend_config, server_args
         from app.metrics import observer
-        from app.server import build_server, frontend_config, server_args
+        from app.request.core_client import FerryCoreClient
 
         spec = self.spec
         announcement = await self.decode.describe()
@@ -112,7 +112,7 @@ class Frontend:
         return await whole_audit(self.controller.audit, engine)
 
     async def _fault(self, kind: str, victim: str, trial: int, more: float) -> Any:
-        from app.faults import plant
+        from app.api.fault_injection import plant
 
         async def send(to_prefill: bool, replica_id: str, *what: Any) -> dict[str, Any]:
             return await (self.prefill if to_prefill else self.decode).fault(replica_id, *what)

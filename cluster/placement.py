@@ -10,7 +10,7 @@ from cluster.spec import ClusterSpec, PoolSpec
 # A call into a replica is one request of its engine, an abort, or a stream: the engine has its own limits.
 MAX_ONGOING = 100_000
 DRAIN_S = 24 * 3600.0  # decode and frontends leave when their requests have ended, however long they are
-ROUTER = "app.router.AddressedRouter"
+ROUTER = "app.rpc.router.AddressedRouter"
 
 
 def resources(pool: PoolSpec) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from actors.controller.journal import Tracked, TrackedDict, TrackedList, TrackedSet
-from actors.nouns import ReplicaId
+from actors.messages import ReplicaId
 
 RING_POINTS = 64  # a replica; more points, more even shares
 LEVELS = 512

@@ -22,8 +22,8 @@ from actors.controller.forecast import SECOND, Forecast, blocks_for
 from actors.controller.journal import Tracked, TrackedDeque, TrackedDict
 from actors.controller.queue import AdmissionQueue
 from actors.controller.registry import Registry, Replica
-from actors.controller.surge import Trend
-from actors.nouns import Role, ScaleDecision
+from actors.controller.spike import Trend
+from actors.messages import Role, ScaleDecision
 from cluster.spec import ClusterSpec, PoolSpec, ScalingSpec
 
 EVERY_NS = SECOND // 2

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from actors.controller.forecast import SECOND, Forecast, blocks_for, outlook, per_sequence
+from actors.controller.forecast import SECOND, Forecast, blocks_for, per_sequence, predict_occupancy
 from actors.controller.registry import Registry, Replica
-from actors.nouns import AdmitRequest, Role
+from actors.messages import AdmitRequest, Role
 
 CERTAINTY = 2.0  # standard deviations of expected lengths that are kept free: 2 % chance that a full replica preempts
 PREFILL_AHEAD_NS = 2 * SECOND  # a prefill replica with this much work before it takes no further prompt
@@ -103,7 +103,7 @@ def fit(demand: Demand, replica: Replica, limit: int, hold: Hold | None, now_ns:
         taken, free = blocks + hold.blocks, free - hold.slots
     if slots > free:
         return Short.SLOTS
-    peak, at_end = outlook(replica, now_ns, ends_ns, taken, demand.growth(replica))
+    peak, at_end = predict_occupancy(replica, now_ns, ends_ns, taken, demand.growth(replica))
     committed = replica.committed
     if committed and min(peak, committed + taken) + min(margin, limit - blocks) > limit:
         return Short.BLOCKS

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from actors.controller.events import IncompatibleReplica
-from actors.nouns import Announcement, Role
+from actors.messages import Announcement, Role
 from kernels.layout import LayoutError, PageLayout, check_convertible
 
 

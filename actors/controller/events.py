@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.nouns import (
+from actors.messages import (
     AdmitRequest,
     Announcement,
     Claim,
+    FrontendCommand,
     Heartbeat,
-    Order,
     Outcome,
     ReplicaId,
     Role,
@@ -45,7 +45,7 @@ class Join(msgspec.Struct, frozen=True):
     announcement: Announcement
 
 
-class Beat(msgspec.Struct, frozen=True):
+class ReplicaHeartbeat(msgspec.Struct, frozen=True):
     call_id: CallId
     heartbeat: Heartbeat
 
@@ -56,7 +56,7 @@ class Leaving(msgspec.Struct, frozen=True):
     replica_id: ReplicaId
 
 
-class Left(msgspec.Struct, frozen=True):
+class ReplicaLeft(msgspec.Struct, frozen=True):
     """A replica says goodbye, or the platform says that its process is gone."""
 
     replica_id: ReplicaId
@@ -70,7 +70,7 @@ class FrontendGone(msgspec.Struct, frozen=True):
     frontend_id: str
 
 
-class FrontendBeat(msgspec.Struct, frozen=True):
+class FrontendHeartbeat(msgspec.Struct, frozen=True):
     call_id: CallId
     frontend_id: str
     live_tickets: tuple[TicketId, ...]
@@ -152,10 +152,10 @@ class Tick(msgspec.Struct, frozen=True):
 
 Event = (
     Join
-    | Beat
+    | ReplicaHeartbeat
     | Leaving
-    | Left
-    | FrontendBeat
+    | ReplicaLeft
+    | FrontendHeartbeat
     | FrontendGone
     | Adopt
     | Transfer
@@ -183,7 +183,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 class ToFrontend(msgspec.Struct, frozen=True):
     frontend_id: str
-    order: Order
+    order: FrontendCommand
 
 
 class Scale(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from actors.controller.journal import Tracked, TrackedDict
 from actors.controller.registry import Replica
-from actors.nouns import AdmitRequest
+from actors.messages import AdmitRequest
 
 SECOND = 1_000_000_000
 PRIOR_OUTPUT_TOKENS = 512  # for a request without a useful max_tokens, until answers have been seen
@@ -102,7 +102,7 @@ def blocks_for(request: AdmitRequest, output_tokens: int, block_tokens: int, seq
     return whole + further * (sequences - 1)
 
 
-def outlook(replica: Replica, now_ns: int, ends_ns: int, need: int, growth: float) -> tuple[int, int]:
+def predict_occupancy(replica: Replica, now_ns: int, ends_ns: int, need: int, growth: float) -> tuple[int, int]:
     """Blocks on `replica` at the worst moment until `ends_ns`, and at `ends_ns`, with a new request of `need` blocks.
 
     Every ticket grows in a straight line (`growth` blocks a second) to its reservation and is gone after its expected

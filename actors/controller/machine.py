@@ -16,27 +16,26 @@ from typing import Any
 import msgspec
 
 from actors.controller import compatibility
-from actors.controller.admission import Choice, Chooser
 from actors.controller.autoscale import Autoscaler
 from actors.controller.capacity import UNKNOWN_NS, Demand, Hold, Schedule, Short
 from actors.controller.events import (
     Admit,
     Adopt,
-    Beat,
     CallId,
     Configure,
     Effect,
     Ended,
     Event,
-    FrontendBeat,
     FrontendGone,
+    FrontendHeartbeat,
     IncompatibleReplica,
     Join,
     Leaving,
-    Left,
     Log,
     Lost,
     Replace,
+    ReplicaHeartbeat,
+    ReplicaLeft,
     Reply,
     Scale,
     Scaled,
@@ -50,13 +49,15 @@ from actors.controller.events import (
 )
 from actors.controller.forecast import SECOND, Forecast, blocks_for
 from actors.controller.journal import RecentDict, Tracked, TrackedDeque, TrackedDict, TrackedList, TrackedSet, savepoint
-from actors.controller.pages import PageBook, TagMismatch
+from actors.controller.page_book import PageBook, TagMismatch
 from actors.controller.queue import AdmissionQueue, Waiting
-from actors.controller.registry import EPOCH_SHIFT, LANDED, Live, Node, Registry, Replica, epoch_of
-from actors.nouns import (
+from actors.controller.registry import EPOCH_SHIFT, LANDED, Node, Registry, Replica, TicketRecord, epoch_of
+from actors.controller.selector import Choice, ReplicaSelector
+from actors.controller.ticket_state import HOLDS_LEASE, TicketEvent, TicketState
+from actors.messages import (
     AdmitRequest,
-    Busy,
     Claim,
+    FrontendCommand,
     FrontendReply,
     HandOver,
     Heartbeat,
@@ -64,8 +65,8 @@ from actors.nouns import (
     LeaseLost,
     Occupancy,
     OpenedAt,
-    Order,
     Outcome,
+    Overloaded,
     ReplicaEvent,
     ReplicaId,
     Role,
@@ -75,7 +76,6 @@ from actors.nouns import (
     TransferEvent,
     Verdict,
 )
-from actors.transfer.ticket import HOLDS_LEASE, TicketEvent, TicketState
 from cluster.spec import ClusterSpec
 
 ATTEMPTS_MAX = 8  # then the request fails with a clear reason
@@ -114,7 +114,7 @@ class Machine(Tracked):
         self._away_ns = 0  # of the time for rebuilding
         self.registry = Registry()
         self.forecast = Forecast()
-        self.chooser = Chooser(spec.admission, self.forecast, self.registry, spec.transfer.staging_bytes_max)
+        self.chooser = ReplicaSelector(spec.admission, self.forecast, self.registry, spec.transfer.staging_bytes_max)
         self.room = AdmissionQueue(spec.admission.queue_max)
         self._schedules: dict[str, Schedule] = {}  # of those who wait, by tokenizer; only ever made anew or added to
         self._scheduled_ns = -SCHEDULE_EVERY_NS
@@ -132,13 +132,13 @@ class Machine(Tracked):
         self._early: TrackedDict[TicketId, tuple[CallId, int]] = (
             TrackedDict()
         )  # hand_over calls for such tickets: (call, attempt)
-        self._told: TrackedDict[TicketId, int] = (
+        self._order_sent_ns: TrackedDict[TicketId, int] = (
             TrackedDict()
         )  # tickets whose frontend was asked to take them elsewhere: when
-        self._homeless: TrackedDict[ReplicaId, TrackedSet[TicketId]] = (
+        self._orphaned_by_replica: TrackedDict[ReplicaId, TrackedSet[TicketId]] = (
             TrackedDict()
         )  # claimed tickets whose decode replica is not back yet
-        self._silenced: RecentDict[TicketId, Ticket] = RecentDict(
+        self._presumed_dead: RecentDict[TicketId, Ticket] = RecentDict(
             SILENCED_REMEMBERED
         )  # cancelled because nobody claimed them
         self._left_lives: RecentDict[tuple[ReplicaId, int], None] = RecentDict(
@@ -147,10 +147,10 @@ class Machine(Tracked):
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Join: self._join,
-            Beat: self._beat,
+            ReplicaHeartbeat: self._beat,
             Leaving: self._leaving,
-            Left: self._left,
-            FrontendBeat: self._frontend_beat,
+            ReplicaLeft: self._left,
+            FrontendHeartbeat: self._frontend_beat,
             FrontendGone: self._frontend_gone,
             Adopt: self._adopt,
             Transfer: self._transfer,
@@ -179,7 +179,7 @@ class Machine(Tracked):
         self._out = []
         # Before anything that is in the mail is judged by the clock.
         if now_ns - self._ticked_ns >= max(PAUSE_NS, self._stale_ns // 2):
-            self._attempt(self._forgive_own_pause, now_ns)
+            self._attempt(self._shift_deadlines_after_stall, now_ns)
         handled = self._attempt(self._handlers[type(event)], event, now_ns)
         if handled is _FAILED and (call_id := getattr(event, "call_id", 0)):
             self._reply(call_id, _step_failed(type(event).__name__))
@@ -198,7 +198,7 @@ class Machine(Tracked):
             self._out.append(Log(f"{name.strip('_')} failed and is undone: {traceback.format_exc()}", is_error=True))
             return _FAILED
 
-    def _outgrow(self, ticket_ids: Iterable[TicketId]) -> None:
+    def _advance_epoch(self, ticket_ids: Iterable[TicketId]) -> None:
         """A ticket of another life that is not older than this one: the wall clock has gone back between the two."""
         for ticket_id in ticket_ids:
             if ticket_id > self.epoch << EPOCH_SHIFT | self._issued:
@@ -220,7 +220,7 @@ class Machine(Tracked):
 
     def _join(self, event: Join, now_ns: int) -> None:
         new = event.announcement
-        self._outgrow(new.tickets)
+        self._advance_epoch(new.tickets)
         known = self.registry.replicas.get(new.replica_id)
         if (new.replica_id, new.incarnation) in self._left_lives:
             self._reply(event.call_id, HeartbeatReply(epoch=self.epoch, known=True, draining=True))
@@ -243,7 +243,7 @@ class Machine(Tracked):
         idle = Occupancy(blocks_total=new.blocks_total, blocks_free=new.blocks_total, blocks_held=0)
         replica = Replica(new, now_ns, now_ns, idle)
         self.registry.replicas[new.replica_id] = replica
-        for ticket_id in sorted(self._homeless.pop(new.replica_id, ())):
+        for ticket_id in sorted(self._orphaned_by_replica.pop(new.replica_id, ())):
             live = self.registry.tickets.get(ticket_id)
             if live is not None and live.decode_at is None and live.lost is None:
                 self.registry.attach_decode(live, replica)
@@ -253,9 +253,9 @@ class Machine(Tracked):
         self._out.append(Log(f"{new.role} replica {new.replica_id} joined with {new.blocks_total} blocks"))
         self.chooser.refresh(replica)
         self._reply(event.call_id, self._heartbeat_reply(replica))
-        self._serve_room(now_ns)
+        self._drain_queue(now_ns)
 
-    def _beat(self, event: Beat, now_ns: int) -> None:
+    def _beat(self, event: ReplicaHeartbeat, now_ns: int) -> None:
         beat: Heartbeat = event.heartbeat
         replica = self.registry.replicas.get(beat.replica_id)
         if (beat.replica_id, beat.incarnation) in self._left_lives:
@@ -283,7 +283,7 @@ class Machine(Tracked):
         self._extend_overdue(replica, now_ns)
         self.chooser.refresh(replica)
         self._reply(event.call_id, self._heartbeat_reply(replica))
-        self._serve_room(now_ns)
+        self._drain_queue(now_ns)
 
     def _heartbeat_reply(self, replica: Replica) -> HeartbeatReply:
         cancel = tuple(replica.cancel)
@@ -351,7 +351,7 @@ class Machine(Tracked):
             self.chooser.refresh(replica)
             self._out.append(Log(f"{replica.id} is leaving with {len(replica.tickets)} tickets"))
 
-    def _left(self, event: Left, now_ns: int) -> None:
+    def _left(self, event: ReplicaLeft, now_ns: int) -> None:
         replica = self.registry.replicas.get(event.replica_id)
         if replica is not None and event.incarnation in (None, replica.announcement.incarnation):
             self._left_lives[(replica.id, replica.announcement.incarnation)] = None
@@ -369,16 +369,18 @@ class Machine(Tracked):
             self.registry.replicas[replica.id] = replica
         self._out.append(Log(f"{reason}: {len(decoding) + len(prefilling)} tickets go elsewhere"))
 
-    def _tell_lost(self, live: Live, role: Role, replica_id: ReplicaId, reason: str, now_ns: int) -> None:
+    def _tell_lost(self, live: TicketRecord, role: Role, replica_id: ReplicaId, reason: str, now_ns: int) -> None:
         if live.wanted_by:
             self._reply(live.wanted_by, Verdict.MISSING)
             live.wanted_by = 0
         self._order("lost", live, role, replica_id, reason, now_ns)
 
-    def _order(self, kind: str, live: Live, role: Role, replica_id: ReplicaId, reason: str, now_ns: int) -> None:
-        """Asks the ticket's frontend to take it elsewhere; said again by `_chase` until it does."""
+    def _order(
+        self, kind: str, live: TicketRecord, role: Role, replica_id: ReplicaId, reason: str, now_ns: int
+    ) -> None:
+        """Asks the ticket's frontend to take it elsewhere; said again by `_resend_orders` until it does."""
         ticket = live.ticket
-        live.lost = Order(
+        live.lost = FrontendCommand(
             kind=kind,
             ticket_id=ticket.ticket_id,
             attempt=ticket.attempt,
@@ -386,7 +388,7 @@ class Machine(Tracked):
             replica_id=replica_id,
             reason=reason,
         )
-        self._told[ticket.ticket_id] = now_ns
+        self._order_sent_ns[ticket.ticket_id] = now_ns
         self._out.append(ToFrontend(ticket.frontend_id, live.lost))
 
     # -- admission
@@ -399,7 +401,9 @@ class Machine(Tracked):
             self._reply_placed_or_wait(self.registry.tickets[ticket_id], event.call_id)
             return
         if key in self.registry.ended_requests:
-            self._reply(event.call_id, Busy(reason=f"request {request.request_id} has ended already", retry_after_s=0))
+            self._reply(
+                event.call_id, Overloaded(reason=f"request {request.request_id} has ended already", retry_after_s=0)
+            )
             return
         twin = next(
             (w for w in self.room if not w.ticket_id and (w.request.frontend_id, w.request.request_id) == key), None
@@ -416,7 +420,7 @@ class Machine(Tracked):
         bound_ns = min(self._queue_ns, int(request.patience_s * SECOND) or self._queue_ns)
         waiting = Waiting(event.call_id, request, now_ns, now_ns + bound_ns, cost)
         self.room.put(waiting)
-        self._serve_room(now_ns)
+        self._drain_queue(now_ns)
         if waiting in self.room:
             self._bound_queue(waiting, now_ns)
 
@@ -437,7 +441,7 @@ class Machine(Tracked):
         """`again_ns`: when it would not be refused, as far as can be foreseen."""
         self.room.drop(waiting.call_id)
         self._add("busy")
-        self._answer(waiting, Busy(reason=reason, retry_after_s=self._retry_after_s(again_ns, now_ns)))
+        self._answer(waiting, Overloaded(reason=reason, retry_after_s=self._retry_after_s(again_ns, now_ns)))
 
     def _retry_after_s(self, again_ns: int, now_ns: int) -> float:
         return round(min(max(1.0, (again_ns - now_ns) / SECOND), max(1.0, self._queue_ns / SECOND)), 1)
@@ -479,7 +483,7 @@ class Machine(Tracked):
         block_tokens = self.spec.pools.decode.block_tokens
         return self._schedules[tokenizer].add(demand, block_tokens, self.forecast.prompt_token_ns)
 
-    def _reply_placed_or_wait(self, live: Live, call_id: CallId) -> None:
+    def _reply_placed_or_wait(self, live: TicketRecord, call_id: CallId) -> None:
         if live.decode_at is not None:
             self._reply(call_id, live.ticket)
             return
@@ -495,7 +499,7 @@ class Machine(Tracked):
             self.epoch, self._issued = self.epoch + 1, 1
         ticket_id = self.epoch << EPOCH_SHIFT | self._issued
         ticket = self._ticket(ticket_id, 1, request, choice)
-        live = Live(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns + self._hand_over_ns)
+        live = TicketRecord(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns + self._hand_over_ns)
         self.registry.open(live)
         self._add("admitted")
         self._place(live, choice, now_ns)
@@ -519,7 +523,7 @@ class Machine(Tracked):
             deadline_s=self.spec.transfer.hand_over_s,
         )
 
-    def _place(self, live: Live, choice: Choice, now_ns: int) -> None:
+    def _place(self, live: TicketRecord, choice: Choice, now_ns: int) -> None:
         live.generation = choice.decode.announcement.generation
         live.reserved, live.growth, live.ends_ns = choice.reserved, choice.growth, choice.ends_ns
         live.slots, live.variance = choice.slots, choice.variance
@@ -536,7 +540,7 @@ class Machine(Tracked):
         if choice.prefill is not None:
             self.chooser.refresh(choice.prefill)
 
-    def _serve_room(self, now_ns: int) -> None:
+    def _drain_queue(self, now_ns: int) -> None:
         """Gives places to those who wait, in fair order.
 
         The first for whom there is no room keeps the place that it will get first; behind it, only those get one who
@@ -576,7 +580,7 @@ class Machine(Tracked):
         if waiting.ticket_id and (live := self.registry.tickets.get(waiting.ticket_id)) is not None:
             self._close(live, Outcome.FAILED, now_ns)
 
-    def _answer(self, waiting: Waiting, value: Ticket | Busy | StepFailed) -> None:
+    def _answer(self, waiting: Waiting, value: Ticket | Overloaded | StepFailed) -> None:
         for call_id in (waiting.call_id, *waiting.also):
             self._reply(call_id, value)
 
@@ -592,12 +596,12 @@ class Machine(Tracked):
         if waiting is not None and waiting.ticket_id:
             self._close(self.registry.tickets[waiting.ticket_id], Outcome.CANCELLED, now_ns)
         elif waiting is not None:
-            self._serve_room(now_ns)
+            self._drain_queue(now_ns)
 
     # -- hand-over
 
     def _want_hand_over(self, event: WantHandOver, now_ns: int) -> None:
-        self._outgrow((event.ticket_id,))
+        self._advance_epoch((event.ticket_id,))
         live = self.registry.tickets.get(event.ticket_id)
         if live is None:
             if not self._unclaimed(event.ticket_id, now_ns):
@@ -625,7 +629,7 @@ class Machine(Tracked):
                 return
         insort(self._deadlines, (now_ns + event.timeout_ns, event.call_id, event.ticket_id))
 
-    def _give_hand_over(self, live: Live, now_ns: int) -> None:
+    def _give_hand_over(self, live: TicketRecord, now_ns: int) -> None:
         assert live.hand_over is not None
         call_id, live.wanted_by = live.wanted_by, 0
         remaining = max(SECOND, live.deadline_ns - now_ns)
@@ -656,7 +660,7 @@ class Machine(Tracked):
         node.release.clear()
         self._reply(event.call_id, list(dead))
         if event.events:  # prefill and staging may have room again
-            self._serve_room(now_ns)
+            self._drain_queue(now_ns)
 
     def _dead(self, key: tuple[TicketId, int], now_ns: int) -> bool:
         """Nobody wants the bytes of this ticket and attempt any more."""
@@ -704,13 +708,13 @@ class Machine(Tracked):
             if live.wanted_by:
                 self._give_hand_over(live, now_ns)
 
-    def _learn_prefill(self, live: Live, now_ns: int) -> None:
+    def _learn_prefill(self, live: TicketRecord, now_ns: int) -> None:
         if (prefill := self.registry.replicas.get(live.ticket.prefill or "")) is not None:
             busy_since_ns = max(live.placed_ns, prefill.sealed_ns)
             self.forecast.learn_prefill(live.prefill_tokens, now_ns - busy_since_ns)
             prefill.sealed_ns = now_ns
 
-    def _refresh_prefill(self, live: Live) -> None:
+    def _refresh_prefill(self, live: TicketRecord) -> None:
         prefill = self.registry.replicas.get(live.ticket.prefill or "")
         if prefill is not None:
             self.chooser.refresh(prefill)
@@ -754,7 +758,7 @@ class Machine(Tracked):
     # -- losses and ends
 
     def _lost(self, event: Lost, now_ns: int) -> None:
-        self._outgrow((event.ticket_id,))
+        self._advance_epoch((event.ticket_id,))
         live = self.registry.tickets.get(event.ticket_id)
         if live is None:
             self._lost_unknown(event, now_ns)
@@ -770,22 +774,23 @@ class Machine(Tracked):
         if live.ticket.attempt >= ATTEMPTS_MAX:
             self._close(live, Outcome.FAILED, now_ns)
             self._reply(
-                event.call_id, Busy(reason=f"gave up after {ATTEMPTS_MAX} attempts: {event.reason}", retry_after_s=1)
+                event.call_id,
+                Overloaded(reason=f"gave up after {ATTEMPTS_MAX} attempts: {event.reason}", retry_after_s=1),
             )
             return
         self._retry(live, event, now_ns)
 
-    def _waits(self, live: Live) -> bool:
+    def _waits(self, live: TicketRecord) -> bool:
         return any(waiting.ticket_id == live.ticket.ticket_id for waiting in self.room)
 
-    def _retry(self, live: Live, event: Lost, now_ns: int) -> None:
+    def _retry(self, live: TicketRecord, event: Lost, now_ns: int) -> None:
         places = (live.decode_at, live.prefill_at)
         for place in places:
             if place is not None:
                 place.cancel[(live.ticket.ticket_id, live.ticket.attempt)] = CANCEL_REPEATS
         self.registry.detach(live)
         self.registry.release_lease(live)
-        self._homeless.get(live.ticket.decode, TrackedSet()).discard(live.ticket.ticket_id)
+        self._orphaned_by_replica.get(live.ticket.decode, TrackedSet()).discard(live.ticket.ticket_id)
         for place in places:
             if place is not None and not place.fenced:
                 self.chooser.refresh(place)
@@ -810,16 +815,16 @@ class Machine(Tracked):
         live.ticket = msgspec.structs.replace(live.ticket, attempt=live.ticket.attempt + 1, epoch=self.epoch)
         self._wait_again(live, event.call_id, now_ns)
 
-    def _wait_again(self, live: Live, call_id: CallId, now_ns: int) -> None:
+    def _wait_again(self, live: TicketRecord, call_id: CallId, now_ns: int) -> None:
         generation = (live.generation or None) if live.num_output_tokens else None
         until_ns = now_ns + self._queue_ns
         waiting = Waiting(call_id, live.request, now_ns, until_ns, 0.0, live.ticket.ticket_id, generation)
         if live.ticket.attempt > ALONE_AFTER:  # what keeps failing is tried ever more slowly, to outlive a storm
             waiting.not_before_ns = now_ns + (BACK_OFF_NS << (live.ticket.attempt - ALONE_AFTER - 1))
         self.room.put(waiting)
-        self._serve_room(now_ns)
+        self._drain_queue(now_ns)
 
-    def _again(self, live: Live, choice: Choice, now_ns: int) -> Ticket:
+    def _again(self, live: TicketRecord, choice: Choice, now_ns: int) -> Ticket:
         """A ticket that lost its replica has a new place."""
         live.ticket = self._ticket(live.ticket.ticket_id, live.ticket.attempt, live.request, choice)
         self._place(live, choice, now_ns)
@@ -827,13 +832,13 @@ class Machine(Tracked):
         return live.ticket
 
     def _lost_unknown(self, event: Lost, now_ns: int) -> None:
-        if event.request is not None and self._silenced.pop(event.ticket_id, None) is not None:
+        if event.request is not None and self._presumed_dead.pop(event.ticket_id, None) is not None:
             self._add("revived")
             self.registry.reopen(event.ticket_id, (event.request.frontend_id, event.request.request_id))
         outcome = self.registry.ended.get(event.ticket_id)
         if event.request is None or outcome is not None:
             ended = f"has ended as {outcome}" if outcome else "is not known here"
-            self._reply(event.call_id, Busy(reason=f"ticket {event.ticket_id} {ended}", retry_after_s=0))
+            self._reply(event.call_id, Overloaded(reason=f"ticket {event.ticket_id} {ended}", retry_after_s=0))
             return
         ticket = Ticket(
             ticket_id=event.ticket_id,
@@ -848,7 +853,7 @@ class Machine(Tracked):
         if event.ticket_id in self.registry.tickets:
             self._lost(event, now_ns)
         else:
-            self._reply(event.call_id, Busy(reason="the request has another ticket", retry_after_s=0))
+            self._reply(event.call_id, Overloaded(reason="the request has another ticket", retry_after_s=0))
 
     def _ended(self, event: Ended, now_ns: int) -> None:
         live = self.registry.tickets.get(event.ticket_id)
@@ -863,7 +868,7 @@ class Machine(Tracked):
             self.forecast.learn_stay(now_ns - live.placed_ns)
         self._close(live, event.outcome, now_ns)
 
-    def _close(self, live: Live, outcome: Outcome, now_ns: int) -> None:
+    def _close(self, live: TicketRecord, outcome: Outcome, now_ns: int) -> None:
         ticket = live.ticket
         places = (live.decode_at, live.prefill_at)
         if outcome is not Outcome.DONE:
@@ -874,7 +879,7 @@ class Machine(Tracked):
             self._reply(live.wanted_by, Verdict.STALE)
         for waiting in [w for w in self.room if w.ticket_id == ticket.ticket_id] if live.decode_at is None else ():
             self.room.drop(waiting.call_id)
-            self._answer(waiting, Busy(reason="the request has ended", retry_after_s=0))
+            self._answer(waiting, Overloaded(reason="the request has ended", retry_after_s=0))
         self.registry.close(live, outcome, OUTCOME_EVENT[outcome], now_ns)
         self._add(str(outcome))
         self._add("output_tokens", live.num_output_tokens)
@@ -882,23 +887,23 @@ class Machine(Tracked):
         for place in places:
             if place is not None and not place.fenced:
                 self.chooser.refresh(place)
-        self._serve_room(now_ns)
+        self._drain_queue(now_ns)
 
     # -- frontends
 
-    def _frontend_beat(self, event: FrontendBeat, now_ns: int) -> None:
+    def _frontend_beat(self, event: FrontendHeartbeat, now_ns: int) -> None:
         self.frontends[event.frontend_id] = now_ns
         known = True
-        self._outgrow(event.live_tickets)
+        self._advance_epoch(event.live_tickets)
         for ticket_id in event.live_tickets:
             if ticket_id in self.registry.tickets:
                 continue
             outcome = self.registry.ended.get(ticket_id)
             if self._unclaimed(ticket_id, now_ns):
                 known = False
-            elif (ticket := self._silenced.get(ticket_id)) is not None:  # a false alarm: it may go on elsewhere
+            elif (ticket := self._presumed_dead.get(ticket_id)) is not None:  # a false alarm: it may go on elsewhere
                 reason = "nobody claimed it for too long"
-                order = Order(
+                order = FrontendCommand(
                     kind="lost",
                     ticket_id=ticket_id,
                     attempt=ticket.attempt,
@@ -908,7 +913,7 @@ class Machine(Tracked):
                 self._out.append(ToFrontend(event.frontend_id, order))
             elif outcome is not Outcome.DONE:  # a frontend that has finished it knows that by itself
                 reason = f"the controller has {outcome} it" if outcome else "the controller does not know it"
-                order = Order(kind="cancelled", ticket_id=ticket_id, attempt=ATTEMPTS_MAX, reason=reason)
+                order = FrontendCommand(kind="cancelled", ticket_id=ticket_id, attempt=ATTEMPTS_MAX, reason=reason)
                 self._out.append(ToFrontend(event.frontend_id, order))
         for ticket_id in sorted(self.registry.by_frontend.get(event.frontend_id, set()).difference(event.live_tickets)):
             live = self.registry.tickets[ticket_id]
@@ -939,10 +944,10 @@ class Machine(Tracked):
         outcome = self.registry.ended.get(ticket_id)
         if outcome is not None or (ticket.frontend_id, ticket.request_id) in self.registry.by_request:
             reason = f"it has ended as {outcome}" if outcome else "its request has another ticket"
-            order = Order(kind="cancelled", ticket_id=ticket_id, attempt=ticket.attempt, reason=reason)
+            order = FrontendCommand(kind="cancelled", ticket_id=ticket_id, attempt=ticket.attempt, reason=reason)
             self._out.append(ToFrontend(ticket.frontend_id, order))
             return
-        live = Live(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns + self._hand_over_ns)
+        live = TicketRecord(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns + self._hand_over_ns)
         live.num_output_tokens = claim.num_output_tokens
         decode = self.registry.replicas.get(ticket.decode)
         decode = decode if decode is not None and not decode.fenced else None
@@ -960,7 +965,7 @@ class Machine(Tracked):
             self.registry.move(live, TicketEvent.DECODE_ALONE, now_ns)
         self.registry.attach(live, decode, self.registry.replicas.get(ticket.prefill or ""))
         if decode is None:
-            self._homeless.setdefault(ticket.decode, TrackedSet()).add(ticket_id)
+            self._orphaned_by_replica.setdefault(ticket.decode, TrackedSet()).add(ticket_id)
         else:
             self.chooser.refresh(decode)
         sealed = self._seals.pop(ticket_id, None)
@@ -991,7 +996,13 @@ class Machine(Tracked):
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             _, call_id, ticket_id = self._deadlines.pop(0)
             self._attempt(self._hand_over_late, call_id, ticket_id)
-        for part in (self._chase, self._end_rebuilding, self._serve_room, self._reforecast, self._decide_scale):
+        for part in (
+            self._resend_orders,
+            self._end_rebuilding,
+            self._drain_queue,
+            self._reforecast,
+            self._decide_scale,
+        ):
             self._attempt(part, now_ns)
 
     def _watch_node(self, node: Node, now_ns: int) -> None:
@@ -1010,7 +1021,7 @@ class Machine(Tracked):
             self._out.append(Log(f"scale {decision.pool} {decision.current} -> {decision.target}: {decision.reason}"))
             self._out.append(Scale(decision))
 
-    def _forgive_own_pause(self, now_ns: int) -> None:
+    def _shift_deadlines_after_stall(self, now_ns: int) -> None:
         """When this process was away, nobody else was silent: what they said meanwhile is still in the mail."""
         gap_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
         if now_ns - gap_ns < self.rebuilding_until_ns:
@@ -1059,7 +1070,7 @@ class Machine(Tracked):
         tickets = sorted(self.registry.by_frontend.get(frontend_id, ()))
         for waiting in [w for w in self.room if w.request.frontend_id == frontend_id]:
             self.room.drop(waiting.call_id)  # all of them first: a place given back now goes to somebody else
-            self._answer(waiting, Busy(reason=f"frontend {frontend_id} {why}", retry_after_s=1))
+            self._answer(waiting, Overloaded(reason=f"frontend {frontend_id} {why}", retry_after_s=1))
         for ticket_id in tickets:
             live = self.registry.tickets[ticket_id]
             self._suspect(live.ticket)
@@ -1068,7 +1079,7 @@ class Machine(Tracked):
 
     def _suspect(self, ticket: Ticket) -> None:
         """It is cancelled because nobody seems to want it; should somebody do so after all, it is revived."""
-        self._silenced[ticket.ticket_id] = ticket
+        self._presumed_dead[ticket.ticket_id] = ticket
 
     def _give_up_waiting(self, waiting: Waiting, now_ns: int) -> None:
         waited_s = (waiting.until_ns - waiting.since_ns) / SECOND
@@ -1086,32 +1097,32 @@ class Machine(Tracked):
             del self._early[ticket_id]
             self._reply(call_id, Verdict.MISSING)
 
-    def _chase(self, now_ns: int) -> None:
+    def _resend_orders(self, now_ns: int) -> None:
         """Says again what a frontend has not acted on: an order may have been lost with a connection."""
-        for ticket_id, told_ns in list(self._told.items()):
+        for ticket_id, told_ns in list(self._order_sent_ns.items()):
             live = self.registry.tickets.get(ticket_id)
             if live is None or live.lost is None:
-                del self._told[ticket_id]
+                del self._order_sent_ns[ticket_id]
             elif now_ns - told_ns >= ORDER_AGAIN_NS and not self._waits(live):
-                self._told[ticket_id] = now_ns
+                self._order_sent_ns[ticket_id] = now_ns
                 self._out.append(ToFrontend(live.ticket.frontend_id, live.lost))
 
     def _end_rebuilding(self, now_ns: int) -> None:
-        if now_ns < self.rebuilding_until_ns or not (self._seals or self._early or self._homeless):
+        if now_ns < self.rebuilding_until_ns or not (self._seals or self._early or self._orphaned_by_replica):
             return
         for sealed in self._seals.values():
             if (node := self.registry.nodes.get(sealed.lease.node_id)) is not None:
                 node.release[(sealed.seal.ticket_id, sealed.seal.attempt)] = None
         for call_id, _ in self._early.values():
             self._reply(call_id, Verdict.STALE)
-        for replica_id, tickets in self._homeless.items():
+        for replica_id, tickets in self._orphaned_by_replica.items():
             for ticket_id in sorted(tickets):
                 live = self.registry.tickets.get(ticket_id)
                 if live is not None and live.decode_at is None and live.lost is None:
                     self._tell_lost(live, Role.DECODE, replica_id, f"{replica_id} has not come back", now_ns)
         self._seals.clear()
         self._early.clear()
-        self._homeless.clear()
+        self._orphaned_by_replica.clear()
 
     # -- scaling
 

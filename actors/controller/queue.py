@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from actors.controller.journal import Tracked, TrackedDict, TrackedList
-from actors.nouns import AdmitRequest, TicketId
+from actors.messages import AdmitRequest, TicketId
 
 Line = tuple[str, str]  # tenant and tokenizer
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from actors.controller.journal import RecentDict, Tracked, TrackedDict, TrackedList, TrackedSet
-from actors.controller.pages import PageBook
-from actors.nouns import (
+from actors.controller.page_book import PageBook
+from actors.controller.ticket_state import HOLDS_LEASE, TicketEvent, TicketState, step
+from actors.messages import (
     AdmitRequest,
     Announcement,
+    FrontendCommand,
     HandOver,
     Occupancy,
-    Order,
     Outcome,
     ReplicaId,
     Role,
@@ -25,7 +26,6 @@ from actors.nouns import (
     Ticket,
     TicketId,
 )
-from actors.transfer.ticket import HOLDS_LEASE, TicketEvent, TicketState, step
 from kernels.layout import PageLayout
 
 EPOCH_SHIFT: Final = 32  # ticket_id = epoch << 32 | counter: unique over restarts, fits a signed 64-bit integer
@@ -110,7 +110,7 @@ class Node(Tracked):
 
 
 @dataclass(slots=True)
-class Live(Tracked):
+class TicketRecord(Tracked):
     """A ticket that has not ended."""
 
     ticket: Ticket
@@ -135,7 +135,7 @@ class Live(Tracked):
     wanted_by: int = 0  # call that waits for the hand-over; 0: nobody
     decode_at: Replica | None = None  # None while it waits for a (new) decode replica
     prefill_at: Replica | None = None  # only while prefill has work for it
-    lost: Order | None = None  # its frontend was asked to call `lost` for this attempt
+    lost: FrontendCommand | None = None  # its frontend was asked to call `lost` for this attempt
     opened: bool = False  # decode has reported on this attempt's pages
 
     @property
@@ -147,7 +147,7 @@ class Registry(Tracked):
     def __init__(self) -> None:
         self.replicas: TrackedDict[ReplicaId, Replica] = TrackedDict()
         self.nodes: TrackedDict[str, Node] = TrackedDict()
-        self.tickets: TrackedDict[TicketId, Live] = TrackedDict()
+        self.tickets: TrackedDict[TicketId, TicketRecord] = TrackedDict()
         self.by_request: TrackedDict[tuple[str, str], TicketId] = TrackedDict()  # (frontend, request) -> ticket
         self.by_frontend: TrackedDict[str, TrackedSet[TicketId]] = TrackedDict()
         self.staged: TrackedDict[str, int] = TrackedDict()  # bytes that live tickets have or will have, by node
@@ -157,7 +157,7 @@ class Registry(Tracked):
 
     # -- tickets
 
-    def open(self, live: Live) -> None:
+    def open(self, live: TicketRecord) -> None:
         """A new ticket, not placed yet."""
         ticket = live.ticket
         self.tickets[ticket.ticket_id] = live
@@ -165,7 +165,7 @@ class Registry(Tracked):
         self.by_frontend.setdefault(ticket.frontend_id, TrackedSet()).add(ticket.ticket_id)
         self.by_state[live.state] += 1
 
-    def attach(self, live: Live, decode: Replica | None, prefill: Replica | None) -> None:
+    def attach(self, live: TicketRecord, decode: Replica | None, prefill: Replica | None) -> None:
         live.decode_at = None
         live.prefill_at = prefill if live.state in PREFILL_WORK else None
         ticket_id = live.ticket.ticket_id
@@ -175,7 +175,7 @@ class Registry(Tracked):
         if decode is not None:
             self.attach_decode(live, decode)
 
-    def attach_decode(self, live: Live, decode: Replica) -> None:
+    def attach_decode(self, live: TicketRecord, decode: Replica) -> None:
         live.decode_at = decode
         decode.tickets.add(live.ticket.ticket_id)
         decode.reserved += live.reserved
@@ -184,7 +184,7 @@ class Registry(Tracked):
         decode.landed += live.reserved if live.state in LANDED else 0
         insort(decode.ends, (live.ends_ns, live.ticket.ticket_id, live.reserved, live.growth, live.slots))
 
-    def detach(self, live: Live) -> None:
+    def detach(self, live: TicketRecord) -> None:
         """Takes the ticket off its replicas; it stays live and waits for a new place."""
         ticket_id = live.ticket.ticket_id
         self._leave_prefill(live)
@@ -198,14 +198,14 @@ class Registry(Tracked):
             del decode.ends[at]
             live.decode_at = None
 
-    def stage(self, live: Live, num_bytes: int) -> None:
+    def stage(self, live: TicketRecord, num_bytes: int) -> None:
         """Its pages will take so many bytes on its prefill's node until decode has opened them."""
         node = live.ticket.prefill_node
         live.staging_bytes = num_bytes
         if num_bytes:
             self.staged[node] = self.staged.get(node, 0) + num_bytes
 
-    def _unstage(self, live: Live) -> None:
+    def _unstage(self, live: TicketRecord) -> None:
         if live.staging_bytes:
             node, num_bytes = live.ticket.prefill_node, live.staging_bytes
             live.staging_bytes = 0
@@ -213,13 +213,13 @@ class Registry(Tracked):
             if not self.staged[node]:
                 del self.staged[node]
 
-    def _leave_prefill(self, live: Live) -> None:
+    def _leave_prefill(self, live: TicketRecord) -> None:
         if (prefill := live.prefill_at) is not None:
             prefill.tickets.discard(live.ticket.ticket_id)
             prefill.inflight_tokens -= live.prefill_tokens
             live.prefill_at = None
 
-    def move(self, live: Live, event: TicketEvent, now_ns: int) -> bool:
+    def move(self, live: TicketRecord, event: TicketEvent, now_ns: int) -> bool:
         """Takes the event through the ticket table; False when it is absorbed."""
         following, meant = step(live.state, event)
         if meant and following is not live.state:
@@ -234,7 +234,7 @@ class Registry(Tracked):
                 self.release_lease(live)
         return meant
 
-    def release_lease(self, live: Live) -> None:
+    def release_lease(self, live: TicketRecord) -> None:
         """Tells the node that holds this attempt's bytes, if we know of one, that nobody wants them any more."""
         self._unstage(live)
         if live.hand_over is not None:
@@ -243,7 +243,7 @@ class Registry(Tracked):
                 node.release[(lease.ticket_id, lease.attempt)] = None
             live.hand_over = None
 
-    def close(self, live: Live, outcome: Outcome, event: TicketEvent, now_ns: int) -> None:
+    def close(self, live: TicketRecord, outcome: Outcome, event: TicketEvent, now_ns: int) -> None:
         self.detach(live)
         self.move(live, event, now_ns)
         ticket = live.ticket
@@ -264,7 +264,7 @@ class Registry(Tracked):
         self.ended.pop(ticket_id, None)
         self.ended_requests.pop(request, None)
 
-    def forecast(self, live: Live, reserved: int, growth: float, ends_ns: int) -> None:
+    def forecast(self, live: TicketRecord, reserved: int, growth: float, ends_ns: int) -> None:
         """A ticket outgrew what was reserved for it, or outlived its expected end."""
         decode, prefill = live.decode_at, live.prefill_at
         self.detach(live)
@@ -273,7 +273,7 @@ class Registry(Tracked):
 
     # -- replicas
 
-    def remove(self, replica_id: ReplicaId) -> tuple[list[Live], list[Live]]:
+    def remove(self, replica_id: ReplicaId) -> tuple[list[TicketRecord], list[TicketRecord]]:
         """The replica is gone. Returns the live tickets it was decoding, and those it had prefill work for."""
         replica = self.replicas.pop(replica_id)
         decoding, prefilling = [], []

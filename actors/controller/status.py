@@ -7,8 +7,8 @@ from typing import Any
 from actors.controller.forecast import SECOND
 from actors.controller.machine import Machine
 from actors.controller.registry import Replica
-from actors.nouns import Role
-from actors.transfer.ticket import LIVE
+from actors.controller.ticket_state import LIVE
+from actors.messages import Role
 
 
 def replica_state(replica: Replica) -> str:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from actors.nouns import Fingerprint, Role
+from actors.messages import Fingerprint, Role
 from cluster.spec import ClusterSpec, PoolSpec
 
 CONNECTOR_MODULE = "actors.engine.connector"
@@ -107,7 +107,7 @@ def engine_kwargs(spec: ClusterSpec, role: Role, replica_id: str, socket_path: s
         # Both sides draw tokens of one request: with vLLM's one default they would use the same random numbers.
         kwargs["seed"] = PREFILL_SEED
     if spec.integrity.mode == "check":
-        kwargs["scheduler_cls"] = "actors.engine.ferry_scheduler.make_scheduler"
+        kwargs["scheduler_cls"] = "actors.engine.integrity.scheduler.make_scheduler"
     return kwargs | pool.engine_args
 
 

@@ -20,15 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from actors.engine import vllm_patches, weights
-from actors.engine.faults import FaultError, Faults
-from actors.engine.integrity import CheckTracker, NoTracker, Proof
-from actors.engine.integrity_worker import TagCheck, forward_of, self_test
-from actors.engine.ledger import tag_epoch
+from actors.engine.fault_injection import FaultError, Faults
+from actors.engine.integrity.ledger import tag_epoch
+from actors.engine.integrity.tag_check import TagCheck, forward_of, self_test
+from actors.engine.integrity.tracker import CheckTracker, NoTracker, Proof
 from actors.engine.metadata import FerryMetadata
-from actors.engine.scheduler_half import SchedulerHalf
+from actors.engine.scheduler_half import FerryConnectorScheduler
 from actors.engine.seeds import SeedGuard
-from actors.engine.worker_half import WorkerHalf
-from actors.nouns import Role
+from actors.engine.worker_half import FerryConnectorWorker
+from actors.messages import Role
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,8 +54,8 @@ class FerryConnector(KVConnectorBase_V1):
                 f"this model has {len(kv_cache_config.kv_cache_groups)} KV cache groups; pages of hybrid models "
                 "(sliding window, Mamba) have no codec, so it cannot be served in two pools"
             )
-        self.scheduler: SchedulerHalf | None = None
-        self.worker: WorkerHalf | None = None
+        self.scheduler: FerryConnectorScheduler | None = None
+        self.worker: FerryConnectorWorker | None = None
         config = self._kv_transfer_config.get_from_extra_config
         self._empty_step = False
         integrity = config("integrity", {})
@@ -68,11 +68,11 @@ class FerryConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             epoch = tag_epoch(config("replica_id", ""), time.time_ns())
             tracker = CheckTracker(epoch) if self._checking else NoTracker()
-            self.scheduler = SchedulerHalf(vllm_config.cache_config.block_size, self._block_ids_of, tracker)
+            self.scheduler = FerryConnectorScheduler(vllm_config.cache_config.block_size, self._block_ids_of, tracker)
             _add_utilities(self)
         else:
             parallel = vllm_config.parallel_config
-            self.worker = WorkerHalf(
+            self.worker = FerryConnectorWorker(
                 replica_id=config("replica_id", ""),
                 role=Role(config("role", Role.DECODE)),
                 rank=parallel.rank,
@@ -362,7 +362,7 @@ class FerryWorkerExtension:
     def pageferry_land_late(self, ticket_id: int) -> dict[str, Any]:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        half: WorkerHalf = get_kv_transfer_group().worker
+        half: FerryConnectorWorker = get_kv_transfer_group().worker
         return half.land_late(ticket_id)
 
     def pageferry_integrity_switch(self, on: bool, seals: str) -> None:

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from actors.engine.integrity import IntegrityDelta
-from actors.engine.orders import OpenOrder, SealOrder
+from actors.engine.integrity.tracker import IntegrityDelta
+from actors.engine.orders import OpenParams, SealParams
 
 
 @dataclass(slots=True)
 class SealJob:
     """Pages of a ticket that are complete after this step's forward."""
 
-    order: SealOrder
+    order: SealParams
     block_ids: list[int]
     first_page: int
     last: bool
@@ -25,7 +25,7 @@ class OpenJob:
     """Pages to verify and scatter: wire page `first_page + i` belongs into `block_ids[i]`. No pages: just release."""
 
     request_id: str
-    order: OpenOrder
+    order: OpenParams
     block_ids: list[int]
     first_page: int
     num_tokens: int

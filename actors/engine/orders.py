@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from actors.nouns import HandOver, Lease
+from actors.messages import HandOver, Lease
 
 PARAMS_KEY = "pageferry"
 
 
-class SealOrder(msgspec.Struct, frozen=True, kw_only=True, tag="seal"):
+class SealParams(msgspec.Struct, frozen=True, kw_only=True, tag="seal"):
     """Prefill: seal the prompt's pages into this lease as they are computed."""
 
     ticket_id: int
@@ -24,13 +24,13 @@ class SealOrder(msgspec.Struct, frozen=True, kw_only=True, tag="seal"):
     lease: Lease
 
 
-class OpenOrder(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
+class OpenParams(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """Decode: open the sealed pages that lie in `hand_over.lease` (already on this node)."""
 
     hand_over: HandOver
 
 
-Order = SealOrder | OpenOrder
+Order = SealParams | OpenParams
 
 
 def to_params(order: Order) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 import ray
 from ray import serve
 
-from actors.controller.shell import get_or_create
+from actors.controller.actor import get_or_create
 from actors.engine.config import set_environment
-from actors.engine.host import DecodeHost, PrefillHost
-from actors.nouns import Announcement, HandOver, PrefillDone, Role, Ticket
-from actors.transfer import shell as transfer_shell
+from actors.engine.server import DecodeServer, PrefillServer
+from actors.messages import Announcement, HandOver, PrefillDone, Role, Ticket
+from actors.transfer import actor as transfer_shell
 from cluster.spec import ClusterSpec
 
 
@@ -49,7 +49,7 @@ class PrefillReplica:
 
     async def __init__(self, spec_tree: dict[str, Any]) -> None:
         spec = ClusterSpec.parse(spec_tree)
-        self.host = PrefillHost(spec, **await _wiring(spec, Role.PREFILL))
+        self.host = PrefillServer(spec, **await _wiring(spec, Role.PREFILL))
         await self.host.start()
 
     async def prefill(self, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
@@ -82,7 +82,7 @@ class DecodeReplica:
 
     async def __init__(self, spec_tree: dict[str, Any]) -> None:
         spec = ClusterSpec.parse(spec_tree)
-        self.host = DecodeHost(spec, **await _wiring(spec, Role.DECODE))
+        self.host = DecodeServer(spec, **await _wiring(spec, Role.DECODE))
         await self.host.start()
 
     async def submit(self, frontend_id: str, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.engine.integrity import Tracker
+from actors.engine.integrity.tracker import Tracker
 from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
-from actors.engine.orders import OpenOrder, SealOrder, from_params
+from actors.engine.orders import OpenParams, SealParams, from_params
 
 
 class Step(Protocol):
@@ -24,7 +24,7 @@ class Step(Protocol):
 
 @dataclass(slots=True)
 class _Sealing:
-    order: SealOrder
+    order: SealParams
     num_pages: int
     sealed: int = 0
 
@@ -39,7 +39,7 @@ class Counters:
     opens_failed: int = 0
 
 
-class SchedulerHalf:
+class FerryConnectorScheduler:
     """`block_ids_of(request_id)` gives the request's pages in order, as the KV cache manager knows them."""
 
     def __init__(self, block_tokens: int, block_ids_of: Callable[[str], list[int]], tracker: Tracker) -> None:
@@ -47,16 +47,16 @@ class SchedulerHalf:
         self.tracker = tracker
         self._block_ids_of = block_ids_of
         self._sealing: dict[str, _Sealing] = {}
-        self._to_open: dict[str, OpenOrder] = {}  # announced, pages not allocated yet
+        self._to_open: dict[str, OpenParams] = {}  # announced, pages not allocated yet
         self._loading: dict[str, int] = {}  # request -> tokens on their way into its pages
         self._next = FerryMetadata()
         self.counters = Counters()
 
     def on_new_request(self, request_id: str, params: dict[str, Any] | None) -> None:
         match from_params(params):
-            case SealOrder() as order:
+            case SealParams() as order:
                 self._sealing[request_id] = _Sealing(order, -(-order.num_tokens // self.block_tokens))
-            case OpenOrder() as order:
+            case OpenParams() as order:
                 self._to_open[request_id] = order
             case None:
                 pass

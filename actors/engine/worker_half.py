@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from actors.engine import layouts
-from actors.engine.faults import Faults
-from actors.engine.integrity_worker import Check, NoCheck
+from actors.engine.fault_injection import Faults
+from actors.engine.integrity.tag_check import Check, NoCheck
 from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
-from actors.engine.orders import SealOrder
-from actors.nouns import Opened, Role, Verdict
+from actors.engine.orders import SealParams
+from actors.messages import Opened, Role, Verdict
 from actors.transfer.channel import ChannelError, Hello, PagesOpened, PagesSealed, Segments, WorkerLink, WriterDone
 from kernels import dispatch
 from kernels.layout import LayoutError, PageLayout, SealBinding, check_convertible
@@ -34,7 +34,7 @@ logger = logging.getLogger("pageferry.worker")
 EMPTY_STEP_WAIT_S = 0.002
 
 
-class WorkerHalf:
+class FerryConnectorWorker:
     """`seals` and `sample_rate`: how much of what is opened is verified (`cluster.spec.IntegritySpec`)."""
 
     def __init__(
@@ -94,7 +94,7 @@ class WorkerHalf:
         # Loads (at the very first time compiles) the kernels now and not inside the first request's step.
         dispatch.warm_up(self._caches[0].device)
 
-    def _wire(self, order: SealOrder) -> PageLayout:
+    def _wire(self, order: SealParams) -> PageLayout:
         key = repr(order.wire_layout)
         wire = self._wires.get(key)
         if wire is None:
@@ -210,7 +210,7 @@ class WorkerHalf:
         """Verifies and writes. `pages`: uint8 [pages of the job, page_bytes]."""
         seal, layout = job.order.hand_over.seal, self.layout
         assert layout is not None
-        if not self.check.same_lives(job.block_ids, job.tags):
+        if not self.check.still_current(job.block_ids, job.tags):
             # The pages were given to somebody else since: a landing that comes too late must not touch them.
             return {Verdict.STALE: len(job.block_ids)}
         digests = seal.digests[self.rank]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.nouns import Lease, Opened, Role
+from actors.messages import Lease, Opened, Role
 
 FRAME_BYTES_MAX = 8 << 20
 _LENGTH = struct.Struct(">I")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.nouns import HandOver, Lease, StagingStatus, TransferEvent, Verdict
+from actors.messages import HandOver, Lease, StagingStatus, TransferEvent, Verdict
 from actors.transfer.channel import LeasesDropped, PagesOpened, PagesSealed, WriterDone
 from actors.transfer.staging import Key
 

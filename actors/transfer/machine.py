@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from actors.nouns import Lease, LeaseLost, OpenedAt, Sealed, StagingStatus, Verdict
+from actors.messages import Lease, LeaseLost, OpenedAt, Sealed, StagingStatus, Verdict
 from actors.transfer import events as ev
 from actors.transfer.channel import LeasesDropped, PagesOpened, PagesSealed, WriterDone
 from actors.transfer.laws import violations
 from actors.transfer.lease_queue import Call, LeaseQueue, Waiting
 from actors.transfer.outbox import Outbox
 from actors.transfer.peers import Engines, Fetch, Fetches, copy_name, fetch_name, remember
-from actors.transfer.seals import OpenedParts, SealBook
+from actors.transfer.seals import OpenedParts, SealCollector
 from actors.transfer.staging import Key, Region, Staging, aligned
 
 ENDED_REMEMBERED = 10_000
@@ -32,7 +32,7 @@ class TransferMachine:
         self.segment = segment
         self.lease_ns = lease_ns
         self.staging = Staging(staging_bytes_max)
-        self.seals = SealBook()
+        self.seals = SealCollector()
         self.bytes_moved = 0
         self.tokens_moved = 0
         self.late_reports = 0  # of engines that were not reading these bytes

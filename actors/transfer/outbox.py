@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.nouns import Sealed, TransferEvent
+from actors.messages import Sealed, TransferEvent
 from actors.transfer.staging import Key
 
 REPORT_EVERY_NS = 500_000_000

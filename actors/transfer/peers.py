@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from actors.nouns import Lease
+from actors.messages import Lease
 from actors.transfer.lease_queue import Call
 from actors.transfer.staging import Key
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from actors.nouns import Opened, Seal, Verdict
+from actors.messages import Opened, Seal, Verdict
 from actors.transfer.channel import PagesOpened, PagesSealed
 from actors.transfer.staging import Key
 
@@ -19,7 +19,7 @@ class _Open:
     complete: set[int] = field(default_factory=set)
 
 
-class SealBook:
+class SealCollector:
     """Chunks in, one `Seal` out when the last chunk of the last shard is in.
 
     A doubled chunk is absorbed; a gap or a contradiction voids the ticket's seal for good (`void`), so that decode

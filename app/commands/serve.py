@@ -22,8 +22,8 @@ from app.commands.own_http import DIRECT
 from app.processes import MARK, end_marked, marked, sweep
 from cluster.names import NAMESPACE, is_of
 from cluster.placement import DRAIN_S, cpus_asked
-from cluster.planning.at_start import refuse_unfit_cpu_pools
-from cluster.planning.fits import DoesNotFit
+from cluster.plan.fits import DoesNotFit
+from cluster.plan.preflight import refuse_unfit_cpu_pools
 from cluster.quality import PoorQuality, check_quality
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 

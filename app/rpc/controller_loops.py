@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from actors.nouns import Claim, FrontendReply, Order, ReplicaId, TicketId
+from actors.messages import Claim, FrontendCommand, FrontendReply, ReplicaId, TicketId
 
 logger = logging.getLogger("pageferry.frontend")
 
@@ -25,7 +25,7 @@ class Controller(Protocol):
 
     async def adopt(self, claims: tuple[Claim, ...]) -> None: ...
 
-    async def orders(self, timeout_s: float) -> list[Order]: ...
+    async def orders(self, timeout_s: float) -> list[FrontendCommand]: ...
 
     async def replica_leaving(self, replica_id: ReplicaId) -> None: ...
 
@@ -39,7 +39,7 @@ class Tickets(Protocol):
 
     def claims(self) -> tuple[Claim, ...]: ...
 
-    def obey(self, order: Order) -> None: ...
+    def obey(self, order: FrontendCommand) -> None: ...
 
     def replica_leaving(self, replica_id: ReplicaId) -> None: ...
 
@@ -117,7 +117,7 @@ class ControllerLoops:
         for order in orders:
             self._obey(order)
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: FrontendCommand) -> None:
         try:
             self._tickets.obey(order)
         except Exception:  # it is about one ticket: the others' orders must not be lost with it

@@ -15,8 +15,8 @@ from typing import Any
 
 from cluster.spec import ClusterSpec
 from ops.accuracy.forcing import CLASS_PATH, forcing_params
-from ops.measure.stats import Interval, cluster_bootstrap
-from ops.rig.pair import EnginePair
+from ops.bench.stats import Interval, cluster_bootstrap
+from ops.engine_pair import EnginePair
 
 TOP_K = 5
 

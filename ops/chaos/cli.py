@@ -18,9 +18,9 @@ from typing import Any
 from cluster.fault_kinds import KINDS
 from cluster.json_output import print_json
 from cluster.json_output import run as run_json
-from ops.chaos.harness import Harness, spec_for
-from ops.chaos.trials import NotPlaced, Trial, run_trial
-from ops.measure import facts
+from ops.bench import facts
+from ops.chaos.pages.harness import Harness, spec_for
+from ops.chaos.pages.trials import NotPlaced, Trial, run_trial
 
 DEMO_MODEL = ".models/smollm2-135m-instruct"
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.nouns import Lease, Opened, Role, Verdict
+from actors.messages import Lease, Opened, Role, Verdict
 from actors.transfer.channel import (
     FRAME_BYTES_MAX,
     ChannelError,

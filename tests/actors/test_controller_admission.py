@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from controller_rig import SECOND, Rig, spec_of
+from controller_driver import SECOND, ControllerDriver, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.controller.affinity import LEVELS, HashRing, LoadIndex, PrefixIndex, landmarks
 from actors.controller.events import Tick
-from actors.controller.forecast import Forecast, blocks_for, outlook
-from actors.nouns import AdmitRequest, Outcome, ReplicaEvent, Role
+from actors.controller.forecast import Forecast, blocks_for, predict_occupancy
+from actors.messages import AdmitRequest, Outcome, ReplicaEvent, Role
 
 
 def request(**facts: Any) -> AdmitRequest:
@@ -25,7 +25,7 @@ def request(**facts: Any) -> AdmitRequest:
 
 
 def test_load_is_spread_by_predicted_occupancy() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("small", blocks_total=50)
     rig.decode("big", blocks_total=200)
     placed = [rig.admit(f"r{n}").decode for n in range(10)]
@@ -33,7 +33,7 @@ def test_load_is_spread_by_predicted_occupancy() -> None:
 
 
 def test_prefill_goes_to_the_shortest_queue_of_prompt_tokens() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=1000)
     rig.prefill("p1", "p2")
     first = rig.admit("long", prompt=3000)
@@ -44,7 +44,7 @@ def test_prefill_goes_to_the_shortest_queue_of_prompt_tokens() -> None:
 
 
 def test_no_request_is_placed_where_its_expected_end_does_not_fit() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=100)  # limit 0.95
     placed = [rig.answer(rig.ask(f"r{n}", prompt=640, most=320)) for n in range(4)]  # 30 blocks each at the end
     assert [bool(ticket) for ticket in placed] == [True, True, True, False]
@@ -54,7 +54,7 @@ def test_no_request_is_placed_where_its_expected_end_does_not_fit() -> None:
 
 
 def test_requests_that_end_soon_make_room_for_one_that_grows_late() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=100)
     for n in range(20):  # teaches that answers of this size class have about 1,000 tokens
         rig.end(rig.admit(f"t{n}", prompt=32, most=1024), tokens=1000)
@@ -70,14 +70,14 @@ def test_requests_that_end_soon_make_room_for_one_that_grows_late() -> None:
 
 
 def test_a_request_larger_than_the_limit_gets_an_empty_replica() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=100)
     whole = rig.admit("whole", prompt=3150, most=64)
     assert whole.decode == "d" and rig.answer(rig.ask("next")) is None
 
 
 def test_a_request_that_is_too_large_for_the_small_ones_waits_for_a_large_one() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("s1", "s2", "s3", "s4", "s5", blocks_total=20)
     rig.decode("large", blocks_total=200)
     rig.beat("large", held=50)
@@ -86,7 +86,7 @@ def test_a_request_that_is_too_large_for_the_small_ones_waits_for_a_large_one() 
 
 
 def test_a_replica_that_reports_more_than_we_know_of_is_that_much_fuller() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d1", "d2")
     rig.beat("d1", held=60)
     assert {rig.admit(f"r{n}").decode for n in range(3)} == {"d2"}
@@ -96,7 +96,7 @@ def test_a_replica_that_reports_more_than_we_know_of_is_that_much_fuller() -> No
 
 
 def test_what_outlives_its_forecast_is_reserved_more_room() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     ticket = rig.admit("r", prompt=320, most=4000)
     before = rig.machine.registry.tickets[ticket.ticket_id].reserved
@@ -117,7 +117,7 @@ def test_what_outlives_its_forecast_is_reserved_more_room() -> None:
 def test_short_prompts_and_forms_that_cannot_be_handed_over_go_straight_to_decode(
     facts: dict[str, Any], limit: int, alone: bool
 ) -> None:
-    rig = Rig(spec_of(admission={"local_prefill_max_tokens": limit}))
+    rig = ControllerDriver(spec_of(admission={"local_prefill_max_tokens": limit}))
     rig.decode("d")
     rig.prefill("p")
     ticket = rig.admit("r", **facts)
@@ -127,7 +127,7 @@ def test_short_prompts_and_forms_that_cannot_be_handed_over_go_straight_to_decod
 
 
 def test_a_prompt_that_decode_has_cached_goes_straight_there() -> None:
-    rig = Rig(spec_of(admission={"local_prefill_max_tokens": 64}))
+    rig = ControllerDriver(spec_of(admission={"local_prefill_max_tokens": 64}))
     rig.decode("d1", "d2", blocks_total=1000)
     rig.prefill("p1", "p2")
     hashes = tuple(range(100, 120))  # 640 tokens
@@ -141,7 +141,7 @@ def test_a_prompt_that_decode_has_cached_goes_straight_there() -> None:
 
 
 def test_a_prefix_does_not_pull_everything_onto_a_full_replica() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d1", "d2", blocks_total=200)
     hashes = tuple(range(10))
     placed = [rig.admit(f"r{n}", prompt=320, most=500, prefix_hashes=hashes).decode for n in range(10)]
@@ -149,7 +149,7 @@ def test_a_prefix_does_not_pull_everything_onto_a_full_replica() -> None:
 
 
 def test_a_session_comes_back_to_its_replica_and_moves_little_when_replicas_come_and_go() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     names = [f"d{n}" for n in range(8)]
     rig.decode(*names, blocks_total=10_000)
     sessions = [f"s{n}" for n in range(60)]
@@ -173,7 +173,7 @@ def test_a_session_comes_back_to_its_replica_and_moves_little_when_replicas_come
 
 
 def test_a_full_home_does_not_hold_its_sessions() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d1", "d2")
     home = rig.admit("r0", session="s").decode
     rig.beat(home, held=80)
@@ -184,7 +184,7 @@ def test_a_full_home_does_not_hold_its_sessions() -> None:
 
 
 def test_the_queue_is_bounded_and_busy_says_when_to_come_back() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     for n in range(4):
         assert rig.answer(rig.ask(f"r{n}")) is None
     refused = rig.busy("r4")
@@ -192,7 +192,7 @@ def test_the_queue_is_bounded_and_busy_says_when_to_come_back() -> None:
 
 
 def test_no_room_in_time_is_busy() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     call = rig.ask("r")
     rig.wait(10.5)
     assert "no room on decode within 10 s" in rig.answer(call).reason
@@ -200,7 +200,7 @@ def test_no_room_in_time_is_busy() -> None:
 
 
 def test_asking_twice_while_waiting_waits_once_and_both_are_answered() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     first, second = rig.ask("r"), rig.ask("r")
     assert len(rig.machine.room) == 1
     rig.withdraw(first)
@@ -212,7 +212,7 @@ def test_asking_twice_while_waiting_waits_once_and_both_are_answered() -> None:
 
 
 def test_tenants_take_turns_by_tokens() -> None:
-    rig = Rig(spec_of(admission={"queue_max": 100}))
+    rig = ControllerDriver(spec_of(admission={"queue_max": 100}))
     for n in range(9):
         rig.ask(f"greedy{n}", tenant="greedy", prompt=320)
     for n in range(3):
@@ -228,7 +228,7 @@ def test_tenants_take_turns_by_tokens() -> None:
 
 
 def test_priority_goes_first_within_a_tenant() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.ask("low")
     rig.ask("high", priority=5)
     rig.decode("d", blocks_total=13)
@@ -236,7 +236,7 @@ def test_priority_goes_first_within_a_tenant() -> None:
 
 
 def test_a_large_request_lets_others_pass_only_for_a_while() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=100)
     running = [rig.admit(f"r{n}", prompt=640, most=64) for n in range(4)]  # 88 of 95
     large = rig.ask("large", prompt=1600, most=64, tenant="big")
@@ -250,7 +250,7 @@ def test_a_large_request_lets_others_pass_only_for_a_while() -> None:
 
 
 def test_who_lost_a_replica_goes_before_new_requests_and_beyond_the_bound() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=13)
     ticket = rig.admit("old")
     for n in range(4):
@@ -262,7 +262,7 @@ def test_who_lost_a_replica_goes_before_new_requests_and_beyond_the_bound() -> N
 
 
 def test_retries_that_keep_failing_are_slowed_down() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     ticket = rig.admit()
     for _ in range(3):
@@ -296,7 +296,7 @@ def test_the_load_index_finds_the_least_loaded(moves: list[tuple[int, float]]) -
 
 
 def test_replicas_that_are_equally_loaded_take_turns() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode(*(f"d{n}" for n in range(6)), blocks_total=1_000_000)  # a request does not show in the load
     placed = [rig.admit(f"r{n}").decode for n in range(12)]
     assert all(placed.count(name) == 2 for name in set(placed)) and len(set(placed)) == 6
@@ -349,7 +349,7 @@ def test_the_outlook_is_what_a_dumb_simulation_finds(
     running: list[tuple[int, float, int]], new: tuple[int, float, int], overdue: int
 ) -> None:
     """Each request: blocks at its end, the share of them that it still has to grow, seconds left."""
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     replica = rig.machine.registry.replicas["d"]
     wish = rig.admit("x")
@@ -369,7 +369,7 @@ def test_the_outlook_is_what_a_dumb_simulation_finds(
         old = sum(r - r * share / left * (left - second) for r, share, left in running if left >= second)
         return overdue + old + need - growth * (lasts - second)
 
-    peak, at_end = outlook(replica, 0, lasts * SECOND, need, growth)
+    peak, at_end = predict_occupancy(replica, 0, lasts * SECOND, need, growth)
     gone = sum(r for r, _, left in running if left == lasts)  # at its own end, these have just ended
     assert at_end == pytest.approx(held(lasts) - gone, abs=1.001)
     worst = max(held(float(s)) for s in {*(left for _, _, left in running if left <= lasts), lasts})
@@ -392,7 +392,7 @@ def test_blocks_of_a_request_count_the_prompt_once() -> None:
 
 
 def test_usage_is_learnt_from_requests_that_end_well_only() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     rig.end(rig.admit("a"), Outcome.CANCELLED, 1)
     assert rig.machine.forecast.output.count == 0
@@ -402,7 +402,7 @@ def test_usage_is_learnt_from_requests_that_end_well_only() -> None:
 
 def test_a_prompt_larger_than_staging_is_not_handed_over() -> None:
     admission = {"queue_max": 4, "queue_wait_s": 10, "stale_after_s": 2, "fence_after_s": 5}
-    rig = Rig(spec_of(transfer={"staging_bytes_max": 1 << 20, "hand_over_s": 8}, admission=admission))
+    rig = ControllerDriver(spec_of(transfer={"staging_bytes_max": 1 << 20, "hand_over_s": 8}, admission=admission))
     rig.decode("d", blocks_total=10**6)
     rig.prefill("p1", "p2")
     ticket = rig.admit(prompt=400_000)
@@ -411,7 +411,7 @@ def test_a_prompt_larger_than_staging_is_not_handed_over() -> None:
 
 
 def test_answers_of_several_sequences_are_learnt_one_by_one() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=1000)
     before = rig.machine.forecast.token_ns
     for n in range(12):
@@ -427,7 +427,7 @@ def test_answers_of_several_sequences_are_learnt_one_by_one() -> None:
 
 
 def test_a_prefix_is_forgotten_when_the_replica_has_used_its_cache_for_others() -> None:
-    rig = Rig(spec_of(admission={"local_prefill_max_tokens": 128}))
+    rig = ControllerDriver(spec_of(admission={"local_prefill_max_tokens": 128}))
     rig.decode("d", blocks_total=300)
     rig.prefill("p", blocks_total=300)
     hashes = tuple(range(1, 196))  # 6,240 tokens
@@ -443,7 +443,7 @@ def test_a_prefix_is_forgotten_when_the_replica_has_used_its_cache_for_others() 
 
 
 def test_what_an_engine_had_not_cached_after_all_is_forgotten_with_all_that_is_older() -> None:
-    rig = Rig(spec_of(admission={"local_prefill_max_tokens": 128}))
+    rig = ControllerDriver(spec_of(admission={"local_prefill_max_tokens": 128}))
     rig.decode("d", blocks_total=100_000)
     rig.prefill("p")
     older, newer, newest = (tuple(range(n * 1_000, n * 1_000 + 20)) for n in (1, 2, 3))

@@ -7,15 +7,15 @@ import time
 from typing import Any
 
 import pytest
-from controller_rig import SECOND, Rig, spec_of
+from controller_driver import SECOND, ControllerDriver, spec_of
 
 from actors.controller.events import Tick
-from actors.nouns import Busy, Outcome, Role, Ticket
+from actors.messages import Outcome, Overloaded, Role, Ticket
 
 WIDE = {"queue_max": 500, "queue_wait_s": 600, "stale_after_s": 30, "fence_after_s": 60}
 
 
-def live(rig: Rig, ticket: Ticket) -> Any:
+def live(rig: ControllerDriver, ticket: Ticket) -> Any:
     return rig.machine.registry.tickets[ticket.ticket_id]
 
 
@@ -23,7 +23,7 @@ def live(rig: Rig, ticket: Ticket) -> Any:
 
 
 def test_sequence_slots_are_capacity() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=2912, max_num_seqs=32)
     calls = [rig.ask(f"r{n}", prompt=64, most=32) for n in range(320)]
     placed = [call for call in calls if rig.answer(call) is not None]
@@ -34,7 +34,7 @@ def test_sequence_slots_are_capacity() -> None:
 
 
 def test_many_sequences_are_reserved_as_many_as_run_at_once() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=2912, max_num_seqs=32)
     many = rig.admit("many", prompt=64, most=512, num_sequences=400)
     assert live(rig, many).slots == 32 and live(rig, many).reserved == 2 + 16 + 31 * 16
@@ -44,7 +44,7 @@ def test_many_sequences_are_reserved_as_many_as_run_at_once() -> None:
 
 
 def test_the_replica_with_free_slots_is_preferred() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("few", blocks_total=100_000, max_num_seqs=4)
     rig.decode("many", blocks_total=100_000, max_num_seqs=64)
     placed = [rig.admit(f"r{n}", prompt=64, most=32).decode for n in range(60)]
@@ -55,7 +55,7 @@ def test_the_replica_with_free_slots_is_preferred() -> None:
 
 
 def test_prompts_are_held_back_from_a_prefill_pool_that_is_busy() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100_000)
     rig.prefill("p1", "p2")
     for _ in range(200):
@@ -71,7 +71,7 @@ def test_prompts_are_held_back_from_a_prefill_pool_that_is_busy() -> None:
 
 
 def test_a_short_prompt_does_not_wait_behind_a_long_one_while_decode_is_idle() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100_000)
     rig.prefill("p")
     rig.machine.forecast.prompt_token_ns = SECOND / 300
@@ -82,7 +82,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one_while_decode_is_idle() -
 
 
 def test_staging_is_promised_once() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100_000)
     rig.prefill("p")
     page = rig.machine.registry.replicas["d"].page_bytes
@@ -102,7 +102,7 @@ def test_staging_is_promised_once() -> None:
 
 
 def test_the_pace_of_prefill_does_not_count_the_time_in_its_queue() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100_000)
     rig.prefill("p")
     for _ in range(60):
@@ -118,38 +118,38 @@ def test_the_pace_of_prefill_does_not_count_the_time_in_its_queue() -> None:
 
 
 def test_one_tenant_cannot_fill_the_queue() -> None:
-    rig = Rig()  # queue_max 4, no replica
+    rig = ControllerDriver()  # queue_max 4, no replica
     greedy = [rig.ask(f"g{n}", tenant="greedy") for n in range(4)]
     modest = rig.ask("m", tenant="modest")
     assert rig.answer(modest) is None
-    assert [isinstance(rig.answer(call), Busy) for call in greedy] == [False, False, False, True]
-    assert isinstance(rig.answer(rig.ask("g5", tenant="greedy")), Busy), "its own newest is the worst of all"
+    assert [isinstance(rig.answer(call), Overloaded) for call in greedy] == [False, False, False, True]
+    assert isinstance(rig.answer(rig.ask("g5", tenant="greedy")), Overloaded), "its own newest is the worst of all"
 
 
 def test_an_urgent_request_takes_the_place_of_one_that_is_not() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     batch = [rig.ask(f"b{n}") for n in range(4)]
     urgent = rig.ask("urgent", priority=5)
-    assert rig.answer(urgent) is None and isinstance(rig.answer(batch[3]), Busy)
-    assert isinstance(rig.answer(rig.ask("late")), Busy)
+    assert rig.answer(urgent) is None and isinstance(rig.answer(batch[3]), Overloaded)
+    assert isinstance(rig.answer(rig.ask("late")), Overloaded)
 
 
 def test_requests_that_no_replica_here_can_take_leave_the_others_their_places() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=13)
     rig.admit("running", prompt=320, tokenizer="t")
     for n in range(4):
         assert rig.answer(rig.ask(f"new{n}", tokenizer="new-model", tenant=f"n{n}")) is None
     ours = [rig.ask(f"ours{n}", prompt=320, tokenizer="t") for n in range(4)]
     assert all(rig.answer(call) is None for call in ours)
-    assert isinstance(rig.answer(rig.ask("fifth", tokenizer="new-model")), Busy)
+    assert isinstance(rig.answer(rig.ask("fifth", tokenizer="new-model")), Overloaded)
 
 
 # -- who may pass
 
 
 def test_small_requests_pass_a_large_one_that_they_do_not_delay() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=3000, max_num_seqs=64)
     rig.machine.forecast.token_ns = SECOND / 100
     stream = rig.admit("stream", prompt=3200, most=3000)  # expected: 512 tokens, 5 s and more
@@ -166,7 +166,7 @@ def test_small_requests_pass_a_large_one_that_they_do_not_delay() -> None:
 
 
 def test_nobody_takes_prefill_from_the_request_that_waits_for_it() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100_000)
     rig.prefill("p")
     rig.machine.forecast.prompt_token_ns = SECOND / 1000
@@ -180,7 +180,7 @@ def test_nobody_takes_prefill_from_the_request_that_waits_for_it() -> None:
 
 
 def test_a_request_that_would_wait_too_long_is_refused_at_once_and_may_come_back_when_it_would_not() -> None:
-    rig = Rig(spec_of(admission=WIDE | {"queue_wait_s": 45}))
+    rig = ControllerDriver(spec_of(admission=WIDE | {"queue_wait_s": 45}))
     rig.decode("d", blocks_total=100)
     rig.machine.forecast.token_ns = SECOND / 10
     rig.admit("running", prompt=2000, most=300)  # 72 blocks for 30 s
@@ -188,23 +188,23 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once_and_may_come_back
     late = rig.ask("late", prompt=2000, most=300)  # after 60
     assert rig.answer(soon) is None
     refused = rig.answer(late)
-    assert isinstance(refused, Busy) and "it would wait for" in refused.reason
+    assert isinstance(refused, Overloaded) and "it would wait for" in refused.reason
     assert 12 <= refused.retry_after_s <= 20
 
 
 def test_a_client_that_gives_up_sooner_is_told_sooner() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100)
     rig.machine.forecast.token_ns = SECOND / 10
     rig.admit("running", prompt=2000, most=300)
-    assert isinstance(rig.answer(rig.ask("hasty", prompt=2000, most=300, patience_s=5.0)), Busy)
+    assert isinstance(rig.answer(rig.ask("hasty", prompt=2000, most=300, patience_s=5.0)), Overloaded)
     assert rig.answer(rig.ask("patient", prompt=2000, most=300)) is None
 
 
 def test_the_status_says_how_long_the_queue_is() -> None:
     from actors.controller.status import status
 
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100)
     rig.machine.forecast.token_ns = SECOND / 10
     rig.admit("running", prompt=2000, most=300)
@@ -213,7 +213,7 @@ def test_the_status_says_how_long_the_queue_is() -> None:
 
 
 def test_lengths_that_are_only_expected_leave_a_reserve() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=1000)
     for n in range(40):  # answers of 100 to 700 tokens, 400 in the mean
         rig.end(rig.admit(f"t{n}", prompt=32, most=4000), tokens=100 if n % 2 else 700)
@@ -226,7 +226,9 @@ def test_lengths_that_are_only_expected_leave_a_reserve() -> None:
 
 def test_a_flood_on_one_replica_is_answered_whole() -> None:
     """60 requests, 200 tokens in and 500 out, on one decode replica of 600 blocks: as a single engine would do."""
-    rig = Rig(spec_of(admission={"stale_after_s": 600, "fence_after_s": 700, "queue_max": 256, "queue_wait_s": 600}))
+    rig = ControllerDriver(
+        spec_of(admission={"stale_after_s": 600, "fence_after_s": 700, "queue_max": 256, "queue_wait_s": 600})
+    )
     rig.decode("d", blocks_total=600, max_num_seqs=32)
     rig.prefill("p")
     waiting = {rig.ask(f"r{n}", prompt=200, most=500) for n in range(60)}
@@ -255,7 +257,7 @@ def test_a_flood_on_one_replica_is_answered_whole() -> None:
 
 
 def test_a_decision_takes_less_than_a_millisecond_with_many_waiting() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode(*(f"d{n}" for n in range(8)), blocks_total=2000, max_num_seqs=64)
     for n in range(900):
         rig.ask(f"r{n}", prompt=640, most=500, tenant=f"t{n % 5}")
@@ -269,7 +271,7 @@ def test_a_decision_takes_less_than_a_millisecond_with_many_waiting() -> None:
 
 
 def test_lost_requests_come_before_those_that_wait() -> None:
-    rig = Rig(spec_of(admission=WIDE))
+    rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d1", "d2", blocks_total=100)
     lost = rig.admit("lost", prompt=2000, most=64)
     other = rig.admit("other", prompt=2000, most=64)

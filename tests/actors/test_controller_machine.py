@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from controller_rig import SECOND, Rig, sealed, spec_of
+from controller_driver import SECOND, ControllerDriver, sealed, spec_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.controller.events import Tick
-from actors.nouns import AdmitRequest, Busy, Claim, HandOver, Outcome, ReplicaEvent, Role, Ticket, Verdict
+from actors.messages import AdmitRequest, Claim, HandOver, Outcome, Overloaded, ReplicaEvent, Role, Ticket, Verdict
 
 DECODES, PREFILLS = ("d0", "d1", "d2"), ("p0", "p1")
 INDEX = st.integers(0, 100)
@@ -30,7 +30,9 @@ INDEX = st.integers(0, 100)
 class Controller(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(spec_of(admission={"queue_max": 6, "queue_wait_s": 6, "local_prefill_max_tokens": 40}))
+        self.rig = ControllerDriver(
+            spec_of(admission={"queue_max": 6, "queue_wait_s": 6, "local_prefill_max_tokens": 40})
+        )
         self.lives = dict.fromkeys((*DECODES, *PREFILLS), 1)
         self.heard: dict[str, int] = {}  # when each replica that should be usable was last heard
         self.tickets: dict[int, Ticket] = {}  # as their frontend knows them
@@ -161,7 +163,7 @@ class Controller(RuleBasedStateMachine):
     @rule(late=st.booleans())
     def controller_restarts(self, late: bool) -> None:
         """Everything it knew is gone; replicas join again, the frontend claims what it has."""
-        before, self.rig = self.rig, Rig(self.rig.spec, epoch=self.rig.machine.epoch + 1)
+        before, self.rig = self.rig, ControllerDriver(self.rig.spec, epoch=self.rig.machine.epoch + 1)
         self.rig.now = before.now
         self.rig.machine.started_ns = self.rig.machine._ticked_ns = before.now
         self.rig._calls = before._calls
@@ -199,7 +201,7 @@ class Controller(RuleBasedStateMachine):
             assert answer.attempt == answer.seal.attempt == answer.lease.attempt
         elif isinstance(answer, Ticket):
             self.ticket_given(what, ticket_id, answer)
-        elif isinstance(answer, Busy):
+        elif isinstance(answer, Overloaded):
             if what == "lost" and ticket_id in self.tickets and ticket_id not in self.rig.machine.registry.tickets:
                 del self.tickets[ticket_id]  # 3: an end
                 self.over.add(ticket_id)

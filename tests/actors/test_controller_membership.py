@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from controller_rig import LAYOUT, SECOND, Rig, spec_of
+from controller_driver import LAYOUT, SECOND, ControllerDriver, spec_of
 
 from actors.controller.events import IncompatibleReplica, Tick
 from actors.controller.status import audit
-from actors.nouns import Busy, Fingerprint, HeartbeatReply, Outcome, PageDelta, ReplicaEvent, Role
+from actors.messages import Fingerprint, HeartbeatReply, Outcome, Overloaded, PageDelta, ReplicaEvent, Role
 
 
 def test_joining_is_idempotent_and_unknown_replicas_are_asked_to_join() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     assert rig.beat("d").known is False
     rig.decode("d")
     rig.decode("d")
@@ -19,7 +19,7 @@ def test_joining_is_idempotent_and_unknown_replicas_are_asked_to_join() -> None:
 
 
 def test_another_tokenizer_or_geometry_is_refused_with_both_sides_shown() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     wrong = rig.join("p", Role.PREFILL, fingerprint=Fingerprint(geometry={"layers": 2}, tokenizer="other"))
     assert isinstance(wrong, IncompatibleReplica)
@@ -42,7 +42,7 @@ def test_another_tokenizer_or_geometry_is_refused_with_both_sides_shown() -> Non
 def test_two_checkpoints_must_agree_whichever_pool_comes_second(
     role: Role, other: Role, wrong: Fingerprint, says: str
 ) -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.join("first", other)
     refused = rig.join("second", role, fingerprint=wrong)
     assert isinstance(refused, IncompatibleReplica)
@@ -61,20 +61,20 @@ def test_two_checkpoints_must_agree_whichever_pool_comes_second(
     ],
 )
 def test_pages_that_cannot_be_converted_are_refused(change: dict[str, object], says: str) -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.prefill("p")
     refused = rig.join("d", Role.DECODE, layout=LAYOUT | {"dtype": "float8_e4m3fn"} | change)
     assert isinstance(refused, IncompatibleReplica) and says in str(refused)
 
 
 def test_fp8_pages_cannot_become_bf16_pages() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.prefill("p", layout=LAYOUT | {"dtype": "float8_e4m3fn"})
     assert "cannot become bfloat16" in str(rig.join("d", Role.DECODE, layout=LAYOUT | {"dtype": "bfloat16"}))
 
 
 def test_two_decode_layouts_live_side_by_side_and_each_ticket_names_its_own() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.prefill("p")
     rig.decode("fp8")
     rig.decode("bf16", layout=LAYOUT | {"dtype": "bfloat16"})
@@ -83,7 +83,7 @@ def test_two_decode_layouts_live_side_by_side_and_each_ticket_names_its_own() ->
 
 
 def test_a_silent_replica_is_full_then_fenced_and_its_work_goes_elsewhere() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d1", "d2")
     ticket = rig.admit()
     other = "d2" if ticket.decode == "d1" else "d1"
@@ -99,7 +99,7 @@ def test_a_silent_replica_is_full_then_fenced_and_its_work_goes_elsewhere() -> N
 
 
 def test_an_order_is_repeated_until_the_frontend_acts() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d1", "d2")
     ticket = rig.admit()
     other = "d2" if ticket.decode == "d1" else "d1"
@@ -113,7 +113,7 @@ def test_an_order_is_repeated_until_the_frontend_acts() -> None:
 
 
 def test_a_replica_that_restarts_under_its_name_has_lost_its_tickets() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     ticket = rig.admit()
     rig.decode("d", incarnation=2)
@@ -123,7 +123,7 @@ def test_a_replica_that_restarts_under_its_name_has_lost_its_tickets() -> None:
 
 
 def test_a_leaving_replica_takes_nothing_new_and_finishes_what_it_has() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d1", "d2")
     ticket = rig.admit()
     other = "d2" if ticket.decode == "d1" else "d1"
@@ -138,7 +138,7 @@ def test_a_leaving_replica_takes_nothing_new_and_finishes_what_it_has() -> None:
 
 
 def test_a_drain_deadline_moves_what_still_runs() -> None:
-    rig = Rig(spec_of(scaling={"drain_deadline_s": 3}))
+    rig = ControllerDriver(spec_of(scaling={"drain_deadline_s": 3}))
     rig.decode("d1", "d2")
     ticket = rig.admit()
     rig.leaving(ticket.decode)
@@ -150,7 +150,7 @@ def test_a_drain_deadline_moves_what_still_runs() -> None:
 
 
 def test_a_replica_that_said_goodbye_is_not_brought_back_by_a_late_heartbeat() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     rig.left("d")
     assert rig.beat("d") == HeartbeatReply(epoch=7, known=True, draining=True)
@@ -161,7 +161,7 @@ def test_a_replica_that_said_goodbye_is_not_brought_back_by_a_late_heartbeat() -
 
 
 def test_leaving_with_work_left_sends_it_elsewhere() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     ticket = rig.admit()
     rig.left("d")
@@ -172,7 +172,7 @@ def test_leaving_with_work_left_sends_it_elsewhere() -> None:
 
 
 def test_a_dead_frontend_is_cancelled_everywhere() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=20)
     rig.prefill("p")
     ticket = rig.admit("one", frontend="dead", prompt=500)
@@ -180,14 +180,14 @@ def test_a_dead_frontend_is_cancelled_everywhere() -> None:
     rig.ask("three", frontend="f", prompt=500)
     assert rig.answer(waiting) is None
     rig.wait(6, beats=("d", "p"))
-    assert rig.state(ticket) == "ended" and isinstance(rig.answer(waiting), Busy)
+    assert rig.state(ticket) == "ended" and isinstance(rig.answer(waiting), Overloaded)
     assert {live.ticket.frontend_id for live in rig.machine.registry.tickets.values()} == {"f"}
     assert rig.machine.counters["cancelled"] == 1
     assert rig.audit() == []
 
 
 def test_the_controllers_own_pause_is_nobody_elses_silence() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", blocks_total=20)
     ticket = rig.admit("one", prompt=500)
     waiting = rig.ask("two", prompt=500)
@@ -203,7 +203,7 @@ def test_the_controllers_own_pause_is_nobody_elses_silence() -> None:
 
 
 def test_pages_are_known_by_owner_and_tag_and_audited() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     rig.beat("d", held=3, pages=(PageDelta(request_id="a", added={1: 101, 2: 102}),))
     shared = PageDelta(request_id="b", added={2: 102, 3: 103})
@@ -219,7 +219,7 @@ def test_pages_are_known_by_owner_and_tag_and_audited() -> None:
 
 
 def test_a_whole_report_begins_the_book_anew() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     rig.beat("d", held=3, pages=(PageDelta(request_id="a", added={1: 101, 2: 102}),))
     rig.beat("d", held=1, pages=(PageDelta(request_id="b", added={3: 103}),), pages_whole=True)
@@ -227,7 +227,7 @@ def test_a_whole_report_begins_the_book_anew() -> None:
 
 
 def test_a_tag_mismatch_is_counted_logged_and_held_against_the_book() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     rig.beat("d", held=2, pages=(PageDelta(request_id="r~2", added={4: 104, 5: 105}),))
     event = ReplicaEvent(kind="tag_mismatch", ticket_id=7, request_id="r~2", position=1, detail="page 9 for page 5")
@@ -242,21 +242,21 @@ def test_a_tag_mismatch_is_counted_logged_and_held_against_the_book() -> None:
 
 
 def test_more_owned_pages_than_the_replica_holds_is_a_breach() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     rig.beat("d", held=1, pages=(PageDelta(request_id="a", added={1: 101, 2: 102}),))
     assert any("2 pages have owners, the replica reports 1 held" in breach for breach in rig.audit())
 
 
 def test_an_occupancy_that_does_not_add_up_is_a_breach() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     rig.beat("d", held=3, blocks_quarantined=2)
     assert any("!= total 100" in breach for breach in rig.audit())
 
 
 def test_a_cancelled_wait_leaves_the_queue() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     waiting = rig.ask("one")
     assert len(rig.machine.room) == 1
     rig.withdraw(waiting)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from controller_rig import SECOND, Rig, spec_of
+from controller_driver import SECOND, ControllerDriver, spec_of
 
-from actors.controller.events import Configure, Effect, FrontendGone, Left, Replace, Tick
-from actors.nouns import Fingerprint, HeartbeatReply, Role
+from actors.controller.events import Configure, Effect, FrontendGone, Replace, ReplicaLeft, Tick
+from actors.messages import Fingerprint, HeartbeatReply, Role
 
 
 def replaced(effects: list[Effect]) -> list[tuple[str, str]]:
     return [(effect.kind, effect.name) for effect in effects if isinstance(effect, Replace)]
 
 
-def silence(rig: Rig, seconds: float, beats: tuple[str, ...] = (), reports: bool = True) -> list[tuple[str, str]]:
+def silence(
+    rig: ControllerDriver, seconds: float, beats: tuple[str, ...] = (), reports: bool = True
+) -> list[tuple[str, str]]:
     """Time passes; what is asked to be replaced meanwhile."""
     found: list[tuple[str, str]] = []
     for _ in range(int(seconds * 2)):
@@ -26,14 +28,14 @@ def silence(rig: Rig, seconds: float, beats: tuple[str, ...] = (), reports: bool
 
 
 def test_a_silent_replica_is_replaced_once() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d1", "d2")
     assert silence(rig, 4, beats=("d2",)) == []
     assert silence(rig, 20, beats=("d2",)) == [("replica", "d1")]
 
 
 def test_a_silent_transfer_actor_is_replaced_once_until_it_is_back() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d1")
     rig.report()
     assert silence(rig, 20, beats=("d1",), reports=False) == [("transfer", "n")]
@@ -42,11 +44,11 @@ def test_a_silent_transfer_actor_is_replaced_once_until_it_is_back() -> None:
 
 
 def test_a_dead_process_costs_its_tickets_no_time() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.prefill("p1")
     rig.decode("d1", "d2")
     ticket = rig.admit("r")
-    rig.step(Left(ticket.decode, 1, "has died"))
+    rig.step(ReplicaLeft(ticket.decode, 1, "has died"))
     assert [(order.kind, order.replica_id) for _, order in rig.orders] == [("lost", ticket.decode)]
     assert ticket.decode not in rig.machine.registry.replicas
     # A heartbeat that was under way brings it back as little as one of another life would.
@@ -55,14 +57,14 @@ def test_a_dead_process_costs_its_tickets_no_time() -> None:
 
 
 def test_news_of_an_older_life_changes_nothing() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d1", incarnation=2)
-    rig.step(Left("d1", 1, "has died"))
+    rig.step(ReplicaLeft("d1", 1, "has died"))
     assert "d1" in rig.machine.registry.replicas
 
 
 def test_a_dead_frontend_takes_its_requests_with_it_at_once() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.prefill("p1")
     rig.decode("d1", "d2")
     mine, theirs = rig.admit("r", frontend="f"), rig.admit("r", frontend="g")
@@ -76,7 +78,7 @@ def test_a_dead_frontend_takes_its_requests_with_it_at_once() -> None:
 
 
 def test_another_model_may_come_in_beside_the_old_one() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     other = Fingerprint(geometry={"layers": 3}, tokenizer="u")
     rig.decode("old", generation="v1")
     assert isinstance(rig.join("odd", Role.DECODE, generation="v1", fingerprint=other), Exception)
@@ -90,7 +92,7 @@ def test_another_model_may_come_in_beside_the_old_one() -> None:
 
 
 def test_a_new_configuration_counts_from_now_on() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.ask("first")
     waiting = rig.machine.room
     assert len(waiting) == 1

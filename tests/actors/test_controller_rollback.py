@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from controller_rig import SECOND, Rig, sealed, spec_of
+from controller_driver import SECOND, ControllerDriver, sealed, spec_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ from actors.controller import events
 from actors.controller.events import StepFailed
 from actors.controller.journal import RecentDict, Tracked, TrackedDeque, TrackedDict, TrackedList, TrackedSet, savepoint
 from actors.controller.machine import Machine
-from actors.nouns import (
+from actors.messages import (
     AdmitRequest,
     Claim,
     Heartbeat,
@@ -92,8 +92,8 @@ def state_of(machine: Machine) -> Any:
     return {**whole, "counters": counters}
 
 
-def something_of_everything() -> tuple[Rig, dict[str, Ticket]]:
-    rig = Rig(spec_of(scaling={"mode": "occupancy"}))
+def something_of_everything() -> tuple[ControllerDriver, dict[str, Ticket]]:
+    rig = ControllerDriver(spec_of(scaling={"mode": "occupancy"}))
     rig.decode("d1", "d2", blocks_total=60)
     rig.prefill("p1", "p2")
     tickets = {}
@@ -112,7 +112,7 @@ def something_of_everything() -> tuple[Rig, dict[str, Ticket]]:
     return rig, tickets
 
 
-def every_kind(rig: Rig, tickets: dict[str, Ticket]) -> dict[str, Any]:
+def every_kind(rig: ControllerDriver, tickets: dict[str, Ticket]) -> dict[str, Any]:
     total = rig.machine.registry.replicas["d1"].announcement.blocks_total
     occupancy = Occupancy(blocks_total=total, blocks_free=total - 2, blocks_held=2)
     told = (
@@ -131,10 +131,10 @@ def every_kind(rig: Rig, tickets: dict[str, Ticket]) -> dict[str, Any]:
     return {
         "Join": events.Join(900, rig.announcement("d3", Role.DECODE)),
         "JoinAgain": events.Join(900, rig.announcement("d1", Role.DECODE, incarnation=2, blocks_total=60)),
-        "Beat": events.Beat(900, beat),
+        "Beat": events.ReplicaHeartbeat(900, beat),
         "Leaving": events.Leaving("d2"),
-        "Left": events.Left("d1"),
-        "FrontendBeat": events.FrontendBeat(900, "f", (1, 2), rig.now),
+        "Left": events.ReplicaLeft("d1"),
+        "FrontendHeartbeat": events.FrontendHeartbeat(900, "f", (1, 2), rig.now),
         "FrontendGone": events.FrontendGone("f"),
         "Adopt": events.Adopt("f", (Claim(ticket=claimed, request=old),)),
         "Transfer": events.Transfer(900, staging, (sealed(admitted), lost)),
@@ -195,7 +195,7 @@ def run(machine: Machine, event: Any, now: int, tracer: Raiser) -> list[Any]:
 
 
 def test_a_request_that_cannot_be_placed_leaves_the_queue_and_the_others_are_served() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     poisoned = rig.ask("poisoned", session="\ud800")  # no replica yet: it waits
     after = rig.ask("after", tenant="z")
     rig.decode("d")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_rig import SECOND, Rig, spec_of
+from controller_driver import SECOND, ControllerDriver, spec_of
 
 from actors.controller.events import Scaled, Targets, Tick
 from actors.controller.status import status
-from actors.nouns import Role, ScaleDecision, Ticket
+from actors.messages import Role, ScaleDecision, Ticket
 
 QUICK = {
     "mode": "occupancy",
@@ -26,35 +26,35 @@ QUICK = {
 ADMISSION = {"queue_max": 100, "queue_wait_s": 100, "stale_after_s": 2, "fence_after_s": 20}
 
 
-def scaled_rig(decodes: int = 2, prefills: int = 0, **more: Any) -> Rig:
+def scaled_rig(decodes: int = 2, prefills: int = 0, **more: Any) -> ControllerDriver:
     pools = {
         "prefill": {"replicas": prefills, "min_replicas": 0, "max_replicas": 8, "gpus_per_replica": 2},
         "decode": {"replicas": decodes, "min_replicas": 1, "max_replicas": 8, "gpus_per_replica": 4},
     } | more.pop("pools", {})
-    rig = Rig(spec_of(scaling=QUICK | more, pools=pools, admission=ADMISSION))
+    rig = ControllerDriver(spec_of(scaling=QUICK | more, pools=pools, admission=ADMISSION))
     rig.decode(*[f"d{n}" for n in range(decodes)])
     if prefills:
         rig.prefill(*[f"p{n}" for n in range(prefills)])
     return rig
 
 
-def names(rig: Rig) -> tuple[str, ...]:
+def names(rig: ControllerDriver) -> tuple[str, ...]:
     return tuple(rig.machine.registry.replicas)
 
 
-def run(rig: Rig, seconds: float, pool: Role | None = Role.DECODE) -> list[ScaleDecision]:
+def run(rig: ControllerDriver, seconds: float, pool: Role | None = Role.DECODE) -> list[ScaleDecision]:
     """The decisions in that time, of one pool or of both."""
     before = len(rig.scaled)
     rig.wait(seconds, beats=names(rig))
     return [decision for decision in rig.scaled[before:] if pool in (None, decision.pool)]
 
 
-def fill(rig: Rig, requests: int, prompt: int = 640, tag: str = "r") -> list[int]:
+def fill(rig: ControllerDriver, requests: int, prompt: int = 640, tag: str = "r") -> list[int]:
     """Each takes 22 blocks of the 95 usable of 100."""
     return [rig.ask(f"{tag}{n}", prompt=prompt, most=64) for n in range(requests)]
 
 
-def live(rig: Rig) -> list[Ticket]:
+def live(rig: ControllerDriver) -> list[Ticket]:
     return [each.ticket for each in rig.machine.registry.tickets.values()]
 
 
@@ -226,7 +226,7 @@ def test_the_platforms_own_targets_are_taken_over() -> None:
 
 
 def test_off_means_off() -> None:
-    rig = Rig(spec_of(scaling={"mode": "off"}))
+    rig = ControllerDriver(spec_of(scaling={"mode": "off"}))
     rig.decode("d")
     fill(rig, 4)
     rig.wait(60, beats=("d",))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from controller_rig import SECOND, Rig, sealed, spec_of
+from controller_driver import SECOND, ControllerDriver, sealed, spec_of
 
 from actors.controller.events import WantHandOver
 from actors.controller.registry import EPOCH_SHIFT
-from actors.nouns import (
+from actors.messages import (
     AdmitRequest,
-    Busy,
     Claim,
     HandOver,
     LeaseLost,
     Outcome,
+    Overloaded,
     ReplicaEvent,
     Role,
     Ticket,
@@ -23,14 +23,14 @@ from actors.nouns import (
 
 
 @pytest.fixture
-def rig() -> Rig:
-    rig = Rig()
+def rig() -> ControllerDriver:
+    rig = ControllerDriver()
     rig.decode("d1", "d2")
     rig.prefill("p1", "p2")
     return rig
 
 
-def test_the_straight_road(rig: Rig) -> None:
+def test_the_straight_road(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     assert (
         ticket.prefill in ("p1", "p2")
@@ -54,14 +54,14 @@ def test_the_straight_road(rig: Rig) -> None:
     assert rig.machine.counters["done"] == 1 and rig.machine.counters["output_tokens"] == 10
 
 
-def test_the_seal_may_come_before_anybody_asks(rig: Rig) -> None:
+def test_the_seal_may_come_before_anybody_asks(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.seal(ticket)
     assert rig.state(ticket) == "sealed"
     assert isinstance(rig.answer(rig.hand_over(ticket)), HandOver)
 
 
-def test_asking_again_gives_the_same_answer(rig: Rig) -> None:
+def test_asking_again_gives_the_same_answer(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     assert rig.admit() == ticket
     rig.seal(ticket)
@@ -73,7 +73,7 @@ def test_asking_again_gives_the_same_answer(rig: Rig) -> None:
     assert "ended already" in rig.busy("r").reason
 
 
-def test_a_seal_that_does_not_come_is_missing_at_the_deadline(rig: Rig) -> None:
+def test_a_seal_that_does_not_come_is_missing_at_the_deadline(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     call = rig.hand_over(ticket, timeout_s=3)
     rig.wait(2.5, beats=("d1", "d2", "p1", "p2"))
@@ -82,7 +82,7 @@ def test_a_seal_that_does_not_come_is_missing_at_the_deadline(rig: Rig) -> None:
     assert rig.answer(call) is Verdict.MISSING
 
 
-def test_a_lost_prefill_is_prefilled_elsewhere(rig: Rig) -> None:
+def test_a_lost_prefill_is_prefilled_elsewhere(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     again = rig.answer(rig.lost(ticket, Role.PREFILL))
     assert again.ticket_id == ticket.ticket_id and again.attempt == 2
@@ -95,7 +95,7 @@ def test_a_lost_prefill_is_prefilled_elsewhere(rig: Rig) -> None:
     assert isinstance(rig.answer(rig.hand_over(again)), HandOver)
 
 
-def test_a_lost_decode_is_resumed_elsewhere_with_its_tokens(rig: Rig) -> None:
+def test_a_lost_decode_is_resumed_elsewhere_with_its_tokens(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.seal(ticket)
     rig.hand_over(ticket)
@@ -109,7 +109,7 @@ def test_a_lost_decode_is_resumed_elsewhere_with_its_tokens(rig: Rig) -> None:
     assert rig.audit() == []
 
 
-def test_a_page_mismatch_moves_the_request_and_blames_nobody(rig: Rig) -> None:
+def test_a_page_mismatch_moves_the_request_and_blames_nobody(rig: ControllerDriver) -> None:
     ticket = rig.admit(prefix_hashes=(1, 2, 3))
     rig.seal(ticket)
     rig.hand_over(ticket)
@@ -124,7 +124,7 @@ def test_a_page_mismatch_moves_the_request_and_blames_nobody(rig: Rig) -> None:
 
 
 def test_a_page_mismatch_with_one_decode_replica_runs_there_again() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d")
     ticket = rig.admit()
     again = rig.answer(rig.lost(ticket, Role.DECODE, page_integrity=True))
@@ -132,7 +132,7 @@ def test_a_page_mismatch_with_one_decode_replica_runs_there_again() -> None:
     assert rig.audit() == []
 
 
-def test_a_replica_reported_lost_counts_as_full_until_it_is_heard(rig: Rig) -> None:
+def test_a_replica_reported_lost_counts_as_full_until_it_is_heard(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.lost(ticket, Role.DECODE)
     other = "d2" if ticket.decode == "d1" else "d1"
@@ -141,31 +141,31 @@ def test_a_replica_reported_lost_counts_as_full_until_it_is_heard(rig: Rig) -> N
     assert ticket.decode in {rig.admit(f"y{n}").decode for n in range(3)}
 
 
-def test_a_loss_told_twice_moves_the_ticket_once(rig: Rig) -> None:
+def test_a_loss_told_twice_moves_the_ticket_once(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     first = rig.answer(rig.lost(ticket, Role.DECODE))
     second = rig.answer(rig.lost(ticket, Role.DECODE))
     assert first == second and first.attempt == 2
 
 
-def test_a_request_that_kills_its_replicas_fails_in_the_end(rig: Rig) -> None:
+def test_a_request_that_kills_its_replicas_fails_in_the_end(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     for _ in range(20):
         call = rig.lost(ticket, Role.DECODE)
         rig.wait(5, beats=("d1", "d2", "p1", "p2"))
         answer = rig.answer(call)
-        if isinstance(answer, Busy):
+        if isinstance(answer, Overloaded):
             break
         assert answer.attempt == ticket.attempt + 1
         if answer.attempt > 3:
             assert answer.prefill is None, "after several losses decode computes the prompt itself"
         ticket = answer
-    assert isinstance(answer, Busy) and "8 attempts" in answer.reason
+    assert isinstance(answer, Overloaded) and "8 attempts" in answer.reason
     assert rig.state(ticket) == "ended" and rig.audit() == []
 
 
 def test_a_resumed_stream_stays_with_the_weights_it_began_with() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("old1", generation="v1")
     ticket = rig.admit()
     rig.decode("new1", generation="v2")
@@ -176,13 +176,13 @@ def test_a_resumed_stream_stays_with_the_weights_it_began_with() -> None:
 
 
 def test_prefill_and_decode_of_different_weights_are_no_pair() -> None:
-    rig = Rig()
+    rig = ControllerDriver()
     rig.decode("d", generation="v2")
     rig.prefill("p", generation="v1")
     assert rig.admit().prefill is None
 
 
-def test_bad_pages_are_recomputed_by_decode(rig: Rig) -> None:
+def test_bad_pages_are_recomputed_by_decode(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.seal(ticket)
     rig.hand_over(ticket)
@@ -193,7 +193,7 @@ def test_bad_pages_are_recomputed_by_decode(rig: Rig) -> None:
     assert rig.state(ticket) == "recomputing" and rig.machine.counters.get("pages_ok", 0) == 0
 
 
-def test_a_lease_that_ends_early_sends_the_ticket_back(rig: Rig) -> None:
+def test_a_lease_that_ends_early_sends_the_ticket_back(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     call = rig.hand_over(ticket)
     rig.report(LeaseLost(ticket_id=ticket.ticket_id, attempt=1, reason="engine died"))
@@ -201,7 +201,7 @@ def test_a_lease_that_ends_early_sends_the_ticket_back(rig: Rig) -> None:
     assert [order.kind for _, order in rig.orders] == ["lost"] and rig.orders[0][1].role is Role.PREFILL
 
 
-def test_a_transfer_actor_that_restarts_has_lost_its_leases(rig: Rig) -> None:
+def test_a_transfer_actor_that_restarts_has_lost_its_leases(rig: ControllerDriver) -> None:
     moving, waiting = rig.admit("moving"), rig.admit("waiting")
     rig.seal(moving)
     rig.hand_over(moving)
@@ -212,7 +212,7 @@ def test_a_transfer_actor_that_restarts_has_lost_its_leases(rig: Rig) -> None:
     assert rig.answer(rig.hand_over(waiting)) is Verdict.MISSING
 
 
-def test_a_silent_transfer_actor_counts_as_gone(rig: Rig) -> None:
+def test_a_silent_transfer_actor_counts_as_gone(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.seal(ticket)
     rig.wait(6, beats=("d1", "d2", "p1", "p2"))
@@ -220,7 +220,7 @@ def test_a_silent_transfer_actor_counts_as_gone(rig: Rig) -> None:
     assert rig.answer(rig.hand_over(ticket)) is Verdict.MISSING
 
 
-def test_cancelling_reaches_both_sides_and_the_staging(rig: Rig) -> None:
+def test_cancelling_reaches_both_sides_and_the_staging(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.seal(ticket)
     rig.end(ticket, Outcome.CANCELLED, 0)
@@ -233,14 +233,14 @@ def test_cancelling_reaches_both_sides_and_the_staging(rig: Rig) -> None:
     assert (early.ticket_id, 1) in rig.beat(str(early.prefill)).cancel
 
 
-def test_a_cancel_is_repeated_and_then_forgotten(rig: Rig) -> None:
+def test_a_cancel_is_repeated_and_then_forgotten(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.end(ticket, Outcome.CANCELLED)
     seen = [rig.beat(ticket.decode).cancel for _ in range(5)]
     assert seen == [((ticket.ticket_id, 1),)] * 3 + [()] * 2
 
 
-def test_a_ghost_that_starts_after_the_end_is_stopped(rig: Rig) -> None:
+def test_a_ghost_that_starts_after_the_end_is_stopped(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.end(ticket)
     reply = rig.beat(ticket.decode, events=(ReplicaEvent(kind="decode_started", ticket_id=ticket.ticket_id),))
@@ -250,7 +250,7 @@ def test_a_ghost_that_starts_after_the_end_is_stopped(rig: Rig) -> None:
     assert rig.beat(ticket.decode, events=both).cancel == (), "it has ended there by itself"
 
 
-def test_leases_of_ended_and_unknown_tickets_are_released(rig: Rig) -> None:
+def test_leases_of_ended_and_unknown_tickets_are_released(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.end(ticket)
     foreign = (7 << EPOCH_SHIFT | 999, 1)
@@ -261,8 +261,8 @@ def test_leases_of_ended_and_unknown_tickets_are_released(rig: Rig) -> None:
 # -- a controller that has come back
 
 
-def reborn(rig: Rig) -> Rig:
-    later = Rig(rig.spec, epoch=rig.machine.epoch + 1)
+def reborn(rig: ControllerDriver) -> ControllerDriver:
+    later = ControllerDriver(rig.spec, epoch=rig.machine.epoch + 1)
     later.now = later.machine.started_ns
     return later
 
@@ -277,7 +277,7 @@ def claim(ticket: Ticket, decoding: bool = False, tokens: int = 0) -> Claim:
     return Claim(ticket=ticket, request=request, num_output_tokens=tokens, decoding=decoding)
 
 
-def test_a_new_life_learns_what_lives_and_goes_on(rig: Rig) -> None:
+def test_a_new_life_learns_what_lives_and_goes_on(rig: ControllerDriver) -> None:
     early, late = rig.admit("early"), rig.admit("late")
     rig.seal(early)
     new = reborn(rig)
@@ -297,7 +297,7 @@ def test_a_new_life_learns_what_lives_and_goes_on(rig: Rig) -> None:
     assert new.audit() == []
 
 
-def test_tickets_of_two_lives_never_share_an_id(rig: Rig) -> None:
+def test_tickets_of_two_lives_never_share_an_id(rig: ControllerDriver) -> None:
     first = rig.admit()
     new = reborn(rig)
     new.decode("d1")
@@ -306,7 +306,7 @@ def test_tickets_of_two_lives_never_share_an_id(rig: Rig) -> None:
     assert second.ticket_id < 1 << 63
 
 
-def test_a_hand_over_asked_of_a_new_life_waits_for_the_seal_or_the_claim(rig: Rig) -> None:
+def test_a_hand_over_asked_of_a_new_life_waits_for_the_seal_or_the_claim(rig: ControllerDriver) -> None:
     sealed_ticket, claimed = rig.admit("a"), rig.admit("b")
     new = reborn(rig)
     first, second = new.hand_over(sealed_ticket), new.hand_over(claimed)
@@ -317,7 +317,7 @@ def test_a_hand_over_asked_of_a_new_life_waits_for_the_seal_or_the_claim(rig: Ri
     assert isinstance(new.answer(second), HandOver)
 
 
-def test_old_work_that_nobody_claims_is_stale(rig: Rig) -> None:
+def test_old_work_that_nobody_claims_is_stale(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     new = reborn(rig)
     waiting = new.hand_over(ticket, timeout_s=60)
@@ -328,7 +328,7 @@ def test_old_work_that_nobody_claims_is_stale(rig: Rig) -> None:
     assert new.answer(new.hand_over(ticket)) is Verdict.STALE
 
 
-def test_a_seal_that_nobody_claims_is_given_back(rig: Rig) -> None:
+def test_a_seal_that_nobody_claims_is_given_back(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     new = reborn(rig)
     new.report(sealed(ticket))
@@ -336,7 +336,7 @@ def test_a_seal_that_nobody_claims_is_given_back(rig: Rig) -> None:
     assert (ticket.ticket_id, 1) in new.report()
 
 
-def test_a_claimed_ticket_whose_replica_does_not_come_back_goes_elsewhere(rig: Rig) -> None:
+def test_a_claimed_ticket_whose_replica_does_not_come_back_goes_elsewhere(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     new = reborn(rig)
     new.adopt(claim(ticket, decoding=True))
@@ -348,18 +348,18 @@ def test_a_claimed_ticket_whose_replica_does_not_come_back_goes_elsewhere(rig: R
     assert again.decode == other and again.attempt == 2
 
 
-def test_a_loss_told_to_a_new_life_brings_the_request_along(rig: Rig) -> None:
+def test_a_loss_told_to_a_new_life_brings_the_request_along(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     new = reborn(rig)
     new.decode("d9")
     refused = new.answer(new.lost(ticket, Role.DECODE))
-    assert isinstance(refused, Busy) and "not known" in refused.reason
+    assert isinstance(refused, Overloaded) and "not known" in refused.reason
     again = new.answer(new.lost(ticket, Role.DECODE, tokens=4, request=claim(ticket).request))
     assert again.decode == "d9" and again.ticket_id == ticket.ticket_id and again.attempt == 2
     assert new.audit() == []
 
 
-def test_a_claim_after_the_end_is_refused(rig: Rig) -> None:
+def test_a_claim_after_the_end_is_refused(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     new = reborn(rig)
     new.end(ticket)
@@ -367,7 +367,7 @@ def test_a_claim_after_the_end_is_refused(rig: Rig) -> None:
     assert new.orders[0][1].kind == "cancelled" and new.state(ticket) == "ended"
 
 
-def test_a_grant_that_got_lost_is_taken_back_and_can_be_revived(rig: Rig) -> None:
+def test_a_grant_that_got_lost_is_taken_back_and_can_be_revived(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.frontend_beat("f", live=())  # its stamp is older than the ticket: proves nothing
     assert rig.state(ticket) == "admitted"
@@ -382,7 +382,7 @@ def test_a_grant_that_got_lost_is_taken_back_and_can_be_revived(rig: Rig) -> Non
     assert rig.audit() == []
 
 
-def test_a_heartbeat_that_was_late_itself_takes_nothing_back(rig: Rig) -> None:
+def test_a_heartbeat_that_was_late_itself_takes_nothing_back(rig: ControllerDriver) -> None:
     rig.frontend_beat("f")
     old = rig.stamps["f"]
     ticket = rig.admit()
@@ -392,7 +392,7 @@ def test_a_heartbeat_that_was_late_itself_takes_nothing_back(rig: Rig) -> None:
 
 
 def test_epochs_go_on_when_the_counter_is_full() -> None:
-    rig = Rig(spec_of())
+    rig = ControllerDriver(spec_of())
     rig.decode("d")
     rig.machine._issued = (1 << EPOCH_SHIFT) - 1
     ticket = rig.admit()
@@ -401,7 +401,7 @@ def test_epochs_go_on_when_the_counter_is_full() -> None:
 
 
 def test_two_calls_for_a_ticket_that_nobody_has_claimed_are_both_answered() -> None:
-    rig = Rig(epoch=7)
+    rig = ControllerDriver(epoch=7)
     old = 6 << 32 | 1
     first = rig.call(lambda number: WantHandOver(number, old, 1, 2 * SECOND))
     second = rig.call(lambda number: WantHandOver(number, old, 1, 2 * SECOND))

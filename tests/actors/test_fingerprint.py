@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.engine.config import hash_tokenizer, tokenizer_of, tokenizer_path
-from actors.nouns import Role
+from actors.messages import Role
 from cluster.spec import ClusterSpec
 
 TREE: dict[str, Any] = {

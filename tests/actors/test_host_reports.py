@@ -15,9 +15,9 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutpu
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
 from actors.engine.engine_counters import EngineCounters
-from actors.engine.host import CONDEMNED_REMEMBERED, DecodeHost, _Live, _Totals
-from actors.nouns import PAGE_INTEGRITY, Heartbeat, HeartbeatReply, PageDelta, Ticket
-from ops.rig.pair import LocalHandle
+from actors.engine.server import CONDEMNED_REMEMBERED, DecodeServer, InFlight, _Totals
+from actors.messages import PAGE_INTEGRITY, Heartbeat, HeartbeatReply, PageDelta, Ticket
+from ops.engine_pair import LocalHandle
 
 COUNTS = ("blocks_total", "blocks_free", "blocks_held", "blocks_quarantined", "running", "waiting")
 VERDICT = {"request_id": "r", "position": 1, "page_found": 9, "page_expected": 4, "text": "page 9", "step": 3}
@@ -46,8 +46,8 @@ def controller() -> Controller:
 
 
 @pytest.fixture
-def host(controller: Controller) -> DecodeHost:
-    made = object.__new__(DecodeHost)  # `__init__` starts an engine
+def host(controller: Controller) -> DecodeServer:
+    made = object.__new__(DecodeServer)  # `__init__` starts an engine
     made.replica_id, made.incarnation = "d", 1
     made._live, made._events, made._condemned, made._streams = {}, [], {}, {}
     made._pages, made._pages_whole, made._tell_all_pages = (), False, False
@@ -58,14 +58,16 @@ def host(controller: Controller) -> DecodeHost:
     return made
 
 
-def answer(host: DecodeHost, *pages: tuple[str, bool, list[int], list[int]], whole: bool = False, **more: Any) -> None:
+def answer(
+    host: DecodeServer, *pages: tuple[str, bool, list[int], list[int]], whole: bool = False, **more: Any
+) -> None:
     """The engine answers, over the wire that vLLM uses for utilities."""
     stats = dict.fromkeys(COUNTS, 0) | {"counters": {}, "pages": pages, "pages_whole": whole, "verdicts": []} | more
     host._stats = msgspec.msgpack.decode(msgspec.msgpack.encode(stats))
     host._take_integrity(host._stats)
 
 
-async def test_page_deltas_travel_once(host: DecodeHost, controller: Controller) -> None:
+async def test_page_deltas_travel_once(host: DecodeServer, controller: Controller) -> None:
     answer(host, ("gone", True, [], []), ("r", False, [4, 2], [104, 102]), whole=True)
     await host._beat()
     await host._beat()  # a long step: the engine has not answered again
@@ -75,14 +77,14 @@ async def test_page_deltas_travel_once(host: DecodeHost, controller: Controller)
     assert first.pages_whole and second.pages == () and not second.pages_whole
 
 
-async def test_a_whole_report_of_nothing_is_told_too(host: DecodeHost, controller: Controller) -> None:
+async def test_a_whole_report_of_nothing_is_told_too(host: DecodeServer, controller: Controller) -> None:
     answer(host, whole=True)
     await host._beat()
     assert controller.beats[0].pages_whole and controller.beats[0].pages == ()
 
 
 async def test_a_controller_that_may_have_missed_something_is_told_everything(
-    host: DecodeHost, controller: Controller
+    host: DecodeServer, controller: Controller
 ) -> None:
     controller.known = False
     answer(host, ("r", False, [4], [104]))
@@ -93,7 +95,7 @@ async def test_a_controller_that_may_have_missed_something_is_told_everything(
     assert host._tell_all_pages, "it may have died with what it was told"
 
 
-async def test_with_integrity_off_there_is_nothing_to_tell(host: DecodeHost, controller: Controller) -> None:
+async def test_with_integrity_off_there_is_nothing_to_tell(host: DecodeServer, controller: Controller) -> None:
     host._stats = dict.fromkeys(COUNTS, 0) | {"counters": {}}
     host._take_integrity(host._stats)
     await host._beat()
@@ -102,10 +104,10 @@ async def test_with_integrity_off_there_is_nothing_to_tell(host: DecodeHost, con
 
 @pytest.mark.parametrize("verdict_first", [True, False])
 async def test_a_verdict_is_an_event_with_its_ticket(
-    host: DecodeHost, controller: Controller, verdict_first: bool
+    host: DecodeServer, controller: Controller, verdict_first: bool
 ) -> None:
     ticket = Ticket(ticket_id=7, attempt=1, request_id="r", frontend_id="f", epoch=1, decode="d")
-    host._live["r"] = _Live(ticket, "f")
+    host._live["r"] = InFlight(ticket, "f")
     output = SimpleNamespace(request_id="r", new_token_ids=[], finish_reason="error", stop_reason=PAGE_INTEGRITY)
     outputs = SimpleNamespace(outputs=[output], scheduler_stats=None)
     if not verdict_first:
@@ -123,7 +125,7 @@ async def test_a_verdict_is_an_event_with_its_ticket(
     assert controller.beats[1].events == ()
 
 
-def test_what_is_remembered_of_ended_requests_is_bounded(host: DecodeHost) -> None:
+def test_what_is_remembered_of_ended_requests_is_bounded(host: DecodeServer) -> None:
     live = SimpleNamespace(ticket=SimpleNamespace(ticket_id=1))
     for number in range(CONDEMNED_REMEMBERED + 5):
         host._condemn(SimpleNamespace(request_id=str(number), stop_reason=PAGE_INTEGRITY), live)  # type: ignore[arg-type]
@@ -131,7 +133,7 @@ def test_what_is_remembered_of_ended_requests_is_bounded(host: DecodeHost) -> No
     assert len(host._condemned) == CONDEMNED_REMEMBERED and "stopped" not in host._condemned
 
 
-async def test_what_vllm_says_of_its_steps_is_summed_up(host: DecodeHost, controller: Controller) -> None:
+async def test_what_vllm_says_of_its_steps_is_summed_up(host: DecodeServer, controller: Controller) -> None:
     answer(host)
     cached = EngineCoreOutput(request_id="r", new_token_ids=[5], prefill_stats=PrefillStats())
     assert cached.prefill_stats is not None

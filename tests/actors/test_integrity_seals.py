@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from actors.engine.integrity import IntegrityDelta
-from actors.engine.integrity_worker import TagCheck
+from actors.engine.integrity.tag_check import TagCheck
+from actors.engine.integrity.tracker import IntegrityDelta
 from actors.engine.metadata import OpenJob
-from actors.engine.orders import OpenOrder
-from actors.engine.worker_half import WorkerHalf
-from actors.nouns import HandOver, Lease, Role, Seal, Verdict
+from actors.engine.orders import OpenParams
+from actors.engine.worker_half import FerryConnectorWorker
+from actors.messages import HandOver, Lease, Role, Seal, Verdict
 from kernels import dispatch
 from kernels.layout import PageDtype, PageLayout, PageOrder, SealBinding
 
@@ -31,8 +31,8 @@ NUM_PAGES, BLOCKS = 6, 20
 
 
 @pytest.fixture
-def half() -> Iterator[WorkerHalf]:
-    made = WorkerHalf("r", Role.DECODE, 0, 1, "/nowhere", sample_rate=0.5)
+def half() -> Iterator[FerryConnectorWorker]:
+    made = FerryConnectorWorker("r", Role.DECODE, 0, 1, "/nowhere", sample_rate=0.5)
     made.layout = LAYOUT
     made._caches = caches()
     yield made
@@ -60,15 +60,15 @@ def job_of(pages: torch.Tensor, ticket_id: int = 7, tags: list[int] | None = Non
     )
     lease = Lease(ticket_id=ticket_id, attempt=1, node_id="n", segment="s", offset=0, num_bytes=1)
     over = HandOver(ticket_id=ticket_id, attempt=1, seal=seal, lease=lease, deadline_s=1.0)
-    return OpenJob("a", OpenOrder(hand_over=over), [3, 9, 4, 17, 1, 12], 0, NUM_PAGES * 32, tags)
+    return OpenJob("a", OpenParams(hand_over=over), [3, 9, 4, 17, 1, 12], 0, NUM_PAGES * 32, tags)
 
 
-def written(half: WorkerHalf, job: OpenJob) -> list[bool]:
+def written(half: FerryConnectorWorker, job: OpenJob) -> list[bool]:
     return [any(bool(cache[block].any()) for cache in half._caches) for block in job.block_ids]
 
 
 @pytest.mark.parametrize("seals", ["full", "sampled", "off"])
-def test_good_pages_are_written_the_same_whatever_is_verified(half: WorkerHalf, seals: str) -> None:
+def test_good_pages_are_written_the_same_whatever_is_verified(half: FerryConnectorWorker, seals: str) -> None:
     pages = pages_of()
     job = job_of(pages)
     half.set_seals(seals)
@@ -82,7 +82,7 @@ def test_good_pages_are_written_the_same_whatever_is_verified(half: WorkerHalf, 
     assert {"full": half.pages_unverified, "off": half.pages_verified}.get(seals, 0) == 0
 
 
-def test_full_refuses_the_spoiled_page_alone(half: WorkerHalf) -> None:
+def test_full_refuses_the_spoiled_page_alone(half: FerryConnectorWorker) -> None:
     pages = pages_of()
     job = job_of(pages)
     pages[2, 100] ^= 1
@@ -90,7 +90,7 @@ def test_full_refuses_the_spoiled_page_alone(half: WorkerHalf) -> None:
     assert written(half, job) == [True, True, False, True, True, True]
 
 
-def test_off_takes_what_it_gets(half: WorkerHalf) -> None:
+def test_off_takes_what_it_gets(half: FerryConnectorWorker) -> None:
     pages = pages_of()
     job = job_of(pages)
     pages[2, 100] ^= 1
@@ -98,7 +98,7 @@ def test_off_takes_what_it_gets(half: WorkerHalf) -> None:
     assert half._land(job, pages) == {Verdict.OK: NUM_PAGES} and all(written(half, job))
 
 
-def test_sampled_verifies_a_share_that_depends_on_the_ticket_alone(half: WorkerHalf) -> None:
+def test_sampled_verifies_a_share_that_depends_on_the_ticket_alone(half: FerryConnectorWorker) -> None:
     half.set_seals("sampled")
     verified = []
     for ticket_id in range(400):
@@ -124,7 +124,7 @@ def test_sampled_verifies_a_share_that_depends_on_the_ticket_alone(half: WorkerH
 
 
 @pytest.mark.parametrize("seals", ["full", "off"])
-def test_a_landing_on_a_later_life_is_stale(half: WorkerHalf, seals: str) -> None:
+def test_a_landing_on_a_later_life_is_stale(half: FerryConnectorWorker, seals: str) -> None:
     pages = pages_of()
     check = TagCheck(BLOCKS, 32, 4, 8)
     lives: dict[str, Any] = {"tags": {block: 100 + block for block in (3, 9, 4, 17, 1, 12)}}

@@ -23,7 +23,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.engine.ledger import COUNTER_BITS, STEPS_IN_FLIGHT, FreeAnswer, Law, Ledger, tag_epoch
+from actors.engine.integrity.ledger import COUNTER_BITS, STEPS_IN_FLIGHT, FreeAnswer, Law, Ledger, tag_epoch
 
 
 class DumbPool:

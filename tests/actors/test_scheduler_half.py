@@ -5,22 +5,22 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from actors.engine.integrity import NoTracker
-from actors.engine.orders import OpenOrder, SealOrder, from_params, to_params
-from actors.engine.scheduler_half import SchedulerHalf
-from actors.nouns import HandOver, Lease, Seal
+from actors.engine.integrity.tracker import NoTracker
+from actors.engine.orders import OpenParams, SealParams, from_params, to_params
+from actors.engine.scheduler_half import FerryConnectorScheduler
+from actors.messages import HandOver, Lease, Seal
 
 BLOCK = 32
 LEASE = Lease(ticket_id=1, attempt=1, node_id="n", segment="s", offset=0, num_bytes=1)
 
 
-def seal_order(num_tokens: int) -> SealOrder:
-    return SealOrder(ticket_id=1, attempt=1, num_tokens=num_tokens, wire_layout={}, lease=LEASE)
+def seal_order(num_tokens: int) -> SealParams:
+    return SealParams(ticket_id=1, attempt=1, num_tokens=num_tokens, wire_layout={}, lease=LEASE)
 
 
-def open_order(num_tokens: int) -> OpenOrder:
+def open_order(num_tokens: int) -> OpenParams:
     seal = Seal(ticket_id=1, attempt=1, layout_fingerprint="f", num_tokens=num_tokens, digests=((1,),))
-    return OpenOrder(hand_over=HandOver(ticket_id=1, attempt=1, seal=seal, lease=LEASE, deadline_s=1.0))
+    return OpenParams(hand_over=HandOver(ticket_id=1, attempt=1, seal=seal, lease=LEASE, deadline_s=1.0))
 
 
 def step(new: dict[str, tuple[int, int]] | None = None, cached: dict[str, tuple[int, int]] | None = None) -> Any:
@@ -35,8 +35,8 @@ def step(new: dict[str, tuple[int, int]] | None = None, cached: dict[str, tuple[
     )
 
 
-def half(blocks: dict[str, list[int]] | None = None) -> SchedulerHalf:
-    return SchedulerHalf(BLOCK, lambda request: (blocks or {})[request], NoTracker())
+def half(blocks: dict[str, list[int]] | None = None) -> FerryConnectorScheduler:
+    return FerryConnectorScheduler(BLOCK, lambda request: (blocks or {})[request], NoTracker())
 
 
 def test_orders_survive_the_engine_request() -> None:

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from actors.nouns import Seal
+from actors.messages import Seal
 from actors.transfer.channel import PagesSealed
-from actors.transfer.seals import SealBook
+from actors.transfer.seals import SealCollector
 
 
 def chunk(
@@ -28,7 +28,7 @@ def chunk(
 
 
 def test_chunks_become_one_seal() -> None:
-    book = SealBook()
+    book = SealCollector()
     assert book.add(chunk(0, [1, 2], last=False)) is None
     seal = book.add(chunk(2, [3], last=True))
     assert isinstance(seal, Seal)
@@ -37,14 +37,14 @@ def test_chunks_become_one_seal() -> None:
 
 def test_every_shard_is_waited_for() -> None:
     for order in itertools.permutations(range(3)):
-        book = SealBook()
+        book = SealCollector()
         seals = [book.add(chunk(0, [10 * shard], last=True, shard=shard, shards=3)) for shard in order]
         assert seals[:2] == [None, None]
         assert seals[2] is not None and seals[2].digests == ((0,), (10,), (20,))
 
 
 def test_a_doubled_chunk_is_absorbed() -> None:
-    book = SealBook()
+    book = SealCollector()
     book.add(chunk(0, [1, 2], last=False))
     book.add(chunk(0, [1, 2], last=False))
     seal = book.add(chunk(2, [3], last=True))
@@ -61,7 +61,7 @@ def test_a_doubled_chunk_is_absorbed() -> None:
     ],
 )
 def test_a_contradiction_voids_the_attempt_for_good(bad: PagesSealed) -> None:
-    book = SealBook()
+    book = SealCollector()
     book.add(chunk(0, [1, 2], last=False))
     assert book.add(bad) is None
     assert book.add(chunk(2, [3], last=True)) is None

@@ -21,7 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.nouns import HandOver, Lease, LeaseLost, Opened, Seal, Sealed, TransferEvent, Verdict
+from actors.messages import HandOver, Lease, LeaseLost, Opened, Seal, Sealed, TransferEvent, Verdict
 from actors.transfer import events as ev
 from actors.transfer.channel import LeasesDropped, PagesOpened, PagesSealed, WriterDone
 from actors.transfer.machine import TransferMachine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.nouns import HandOver, Lease, LeaseLost, Opened, OpenedAt, Seal, Sealed, Verdict
+from actors.messages import HandOver, Lease, LeaseLost, Opened, OpenedAt, Seal, Sealed, Verdict
 from actors.transfer import events as ev
 from actors.transfer.channel import LeasesDropped, PagesOpened, PagesSealed, WriterDone
 from actors.transfer.machine import TransferMachine

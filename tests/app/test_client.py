@@ -15,8 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from app import asgi
-from app.client import AsyncClient, Client, Delta, PageIntegrityError, ServiceError, Usage
+from app.client import AsyncClient, Client, Delta, PageIntegrityError, ServiceError, Usage, asgi
 
 CANCELLED = threading.Event()
 CLOSING: list[Any] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.nouns import Claim, FrontendReply, Order
+from actors.messages import Claim, FrontendCommand, FrontendReply
 from app.rpc import controller_loops
 from app.rpc.controller_loops import ControllerLoops
 
@@ -20,7 +20,7 @@ class Cluster:
         self.fails: set[str] = set()
         self.calls: list[str] = []
         self.obeyed: list[int] = []
-        self.given: asyncio.Queue[list[Order]] = asyncio.Queue()
+        self.given: asyncio.Queue[list[FrontendCommand]] = asyncio.Queue()
         self.known = True
 
     async def _call(self, name: str) -> None:
@@ -40,7 +40,7 @@ class Cluster:
     async def adopt(self, claims: tuple[Claim, ...]) -> None:
         await self._call("adopt")
 
-    async def orders(self, timeout_s: float) -> list[Order]:
+    async def orders(self, timeout_s: float) -> list[FrontendCommand]:
         await self._call("orders")
         return await self.given.get()
 
@@ -58,7 +58,7 @@ class Cluster:
     def claims(self) -> tuple[Claim, ...]:
         return ()
 
-    def obey(self, order: Order) -> None:
+    def obey(self, order: FrontendCommand) -> None:
         self.obeyed.append(order.ticket_id)
         if "obey" in self.fails:
             raise RuntimeError("obey")
@@ -120,7 +120,7 @@ async def test_no_exception_ends_a_loop(cluster: Cluster, loops: ControllerLoops
 async def test_an_order_that_fails_leaves_the_others_alone(cluster: Cluster, loops: ControllerLoops) -> None:
     cluster.fails = {"obey"}
     loops.start()
-    cluster.given.put_nowait([Order(kind="lost", ticket_id=number, attempt=1) for number in (1, 2)])
+    cluster.given.put_nowait([FrontendCommand(kind="lost", ticket_id=number, attempt=1) for number in (1, 2)])
     async with asyncio.timeout(10):
         while cluster.obeyed != [1, 2]:
             await asyncio.sleep(0.01)

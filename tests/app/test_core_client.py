@@ -14,20 +14,20 @@ from contextvars import ContextVar
 from typing import Any
 
 import pytest
-from far_side import FarSide, request, tokens_of, until
+from fake_cluster import FakeCluster, request, tokens_of, until
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import FinishReason
 
-from actors.nouns import Busy, Order, Outcome, Role, Verdict
-from app.core_client import FAMILY, LEAVING, FerryCoreClient
-from app.family import Family
-from app.story import Fault
+from actors.messages import FrontendCommand, Outcome, Overloaded, Role, Verdict
+from app.request.core_client import GROUP, LEAVING, FerryCoreClient
+from app.request.group import SequenceGroup
+from app.request.state import RequestError
 
 STOP = FinishReason.STOP
 
 
-async def settled(client: FerryCoreClient, far: FarSide, finished: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    await until(lambda: not client.runs and not client.families)
+async def settled(client: FerryCoreClient, far: FakeCluster, finished: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    await until(lambda: not client.runs and not client.groups)
     granted = len(far.admits) if far.admit_answer is None else 0
     assert sorted(ticket for ticket, _, _ in far.ends) == list(range(1, granted + 1))
     for decode in far.decodes.values():
@@ -43,7 +43,7 @@ async def cancel(client: FerryCoreClient, *request_ids: str) -> None:
 
 
 async def test_tokens_arrive_once_and_in_order() -> None:
-    far = FarSide()
+    far = FakeCluster()
     client = far.client()
     await client.add_request_async(request())
     d1 = far.decodes["d1"]
@@ -62,7 +62,7 @@ async def test_tokens_arrive_once_and_in_order() -> None:
 
 
 async def test_prefill_gets_a_plain_request_and_decode_the_clients_own() -> None:
-    far = FarSide()
+    far = FakeCluster()
     client = far.client()
     await client.add_request_async(request(max_tokens=5, presence_penalty=0.5, seed=3, temperature=0.7, logprobs=2))
     d1 = far.decodes["d1"]
@@ -75,7 +75,7 @@ async def test_prefill_gets_a_plain_request_and_decode_the_clients_own() -> None
 
 
 async def test_the_first_token_is_out_before_the_pages_have_moved() -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.prefill_token = 5
     far.submit_gate.clear()
     client = far.client()
@@ -114,7 +114,7 @@ async def test_the_first_token_is_out_before_the_pages_have_moved() -> None:
     ],
 )
 async def test_decode_samples_the_first_token_of_what_it_could_not_continue(params: dict[str, Any]) -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.prefill_token = 5
     client = far.client()
     await client.add_request_async(request(**params))
@@ -131,7 +131,7 @@ async def test_decode_samples_the_first_token_of_what_it_could_not_continue(para
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_an_end_that_prefill_samples_is_the_end(temperature: float) -> None:
     """Drawn once: decode asked again would make an end as rare as its probability squared."""
-    far = FarSide()
+    far = FakeCluster()
     far.prefill_token, far.prefill_finish = 2, STOP
     far.submit_gate.clear()
     client = far.client()
@@ -143,7 +143,7 @@ async def test_an_end_that_prefill_samples_is_the_end(temperature: float) -> Non
 
 
 async def test_a_stop_string_in_the_first_token_ends_it_before_decode_has_it() -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.prefill_token = 5
     far.submit_gate.clear()
     client = far.client()
@@ -156,7 +156,7 @@ async def test_a_stop_string_in_the_first_token_ends_it_before_decode_has_it() -
 
 
 async def test_a_prefill_whose_seal_does_not_come_is_run_again_after_its_token() -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.prefill_token, far.hand_over_answer = 5, Verdict.MISSING
     far.lost_answers = [far.ticket(1, 2, prefill="p2"), far.ticket(1, 3)]
     client = far.client()
@@ -174,8 +174,8 @@ async def test_a_prefill_whose_seal_does_not_come_is_run_again_after_its_token()
 
 
 async def test_no_room_raises_429_before_anything_is_sent() -> None:
-    far = FarSide()
-    far.admit_answer = Busy(reason="decode is full", retry_after_s=3.0)
+    far = FakeCluster()
+    far.admit_answer = Overloaded(reason="decode is full", retry_after_s=3.0)
     client = far.client()
     with pytest.raises(GracefulHTTPError, match="decode is full") as caught:
         await client.add_request_async(request())
@@ -185,7 +185,7 @@ async def test_no_room_raises_429_before_anything_is_sent() -> None:
 
 
 async def test_internal_fields_never_reach_an_engine() -> None:
-    client = FarSide().client()
+    client = FakeCluster().client()
     with pytest.raises(VLLMValidationError, match="kv_transfer_params"):
         await client.add_request_async(request(extra_args={"kv_transfer_params": {"pageferry": {}}}))
     assert not client.runs
@@ -193,7 +193,7 @@ async def test_internal_fields_never_reach_an_engine() -> None:
 
 @pytest.mark.parametrize("phase", ["admit", "prefill", "submit", "stream"])
 async def test_a_client_that_leaves_is_heard_in_every_phase(phase: str) -> None:
-    far = FarSide()
+    far = FakeCluster()
     gate = {"admit": far.admit_gate, "prefill": far.prefill_gate, "submit": far.submit_gate}.get(phase)
     if gate is not None:
         gate.clear()
@@ -228,7 +228,7 @@ async def test_a_client_that_leaves_is_heard_in_every_phase(phase: str) -> None:
 
 
 async def test_a_stop_string_ends_it_as_done_and_decode_is_told() -> None:
-    far = FarSide()
+    far = FakeCluster()
     client = far.client()
     await client.add_request_async(request())
     d1 = far.decodes["d1"]
@@ -241,7 +241,7 @@ async def test_a_stop_string_ends_it_as_done_and_decode_is_told() -> None:
 
 
 async def test_a_lost_prefill_is_prefilled_elsewhere() -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.prefill_fails["p1"] = RuntimeError("no staging room")
     far.lost_answers = [far.ticket(1, 2, prefill="p2")]
     client = far.client()
@@ -258,7 +258,7 @@ async def test_a_lost_prefill_is_prefilled_elsewhere() -> None:
 
 
 async def test_a_prefill_that_hangs_is_given_up_at_the_deadline() -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.prefill_gate.clear()
     far.lost_answers = [far.ticket(1, 2)]
     client = far.client()
@@ -273,7 +273,7 @@ async def test_a_prefill_that_hangs_is_given_up_at_the_deadline() -> None:
 
 @pytest.mark.parametrize("verdict", [Verdict.MISMATCH, Verdict.STALE])
 async def test_a_prompt_without_proof_is_computed_by_decode(verdict: Verdict) -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.hand_over_answer = verdict
     client = far.client()
     await client.add_request_async(request())
@@ -287,7 +287,7 @@ async def test_a_prompt_without_proof_is_computed_by_decode(verdict: Verdict) ->
 
 
 async def test_a_lost_decode_is_resumed_from_the_tokens_so_far() -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.use_prefill = False
     far.lost_answers = [far.ticket(1, 2, decode="d2")]
     client = far.client()
@@ -313,14 +313,16 @@ async def test_a_lost_decode_is_resumed_from_the_tokens_so_far() -> None:
 
 
 async def test_late_tokens_of_a_replica_that_was_given_up_are_dropped() -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.use_prefill = False
     far.lost_answers = [far.ticket(1, 2, decode="d2")]
     client = far.client()
     await client.add_request_async(request())
     d1, d2 = far.decodes["d1"], far.decodes["d2"]
     await until(lambda: "r" in d1.submitted)
-    client.obey(Order(kind="lost", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="silent"))
+    client.obey(
+        FrontendCommand(kind="lost", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="silent")
+    )
     await until(lambda: "r~2" in d2.submitted)
     d1.emit("r", 666)  # it lives after all
     d2.emit("r~2", 50, finish=STOP)
@@ -329,7 +331,7 @@ async def test_late_tokens_of_a_replica_that_was_given_up_are_dropped() -> None:
 
 
 async def test_a_deterministic_request_with_memory_is_replayed_and_compared() -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.use_prefill = False
     far.lost_answers = [far.ticket(1, 2, decode="d2")]
     client = far.client()
@@ -352,11 +354,11 @@ async def test_a_deterministic_request_with_memory_is_replayed_and_compared() ->
 
 @pytest.mark.parametrize("differently", ["token", "end"])
 async def test_a_replay_that_goes_another_way_fails_clearly(differently: str) -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.use_prefill = False
     far.lost_answers = [far.ticket(1, 2, decode="d2")]
     client = far.client()
-    faults: list[tuple[str, Fault]] = []
+    faults: list[tuple[str, RequestError]] = []
     client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
     await client.add_request_async(request(presence_penalty=0.5))
     d1, d2 = far.decodes["d1"], far.decodes["d2"]
@@ -377,10 +379,10 @@ async def test_a_replay_that_goes_another_way_fails_clearly(differently: str) ->
 
 
 async def test_what_cannot_be_continued_exactly_fails_and_says_so() -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.use_prefill = False
     client = far.client()
-    faults: list[tuple[str, Fault]] = []
+    faults: list[tuple[str, RequestError]] = []
     client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
     await client.add_request_async(request(temperature=1.0, presence_penalty=0.5))
     d1 = far.decodes["d1"]
@@ -394,7 +396,7 @@ async def test_what_cannot_be_continued_exactly_fails_and_says_so() -> None:
 
 
 async def test_an_engine_error_is_passed_on_and_ends_as_failed() -> None:
-    far = FarSide()
+    far = FakeCluster()
     client = far.client()
     await client.add_request_async(request())
     d1 = far.decodes["d1"]
@@ -406,22 +408,22 @@ async def test_an_engine_error_is_passed_on_and_ends_as_failed() -> None:
     assert far.ends == [(1, Outcome.FAILED, 0)]
 
 
-class TestFamily:
+class TestSequenceGroup:
     """n > 1: one ticket, one hand-over; siblings ride decode's prefix cache behind the carrier."""
 
-    async def add(self, client: FerryCoreClient, count: int) -> Family:
-        family = Family(count)
-        token = FAMILY.set(family)
+    async def add(self, client: FerryCoreClient, count: int) -> SequenceGroup:
+        group = SequenceGroup(count)
+        token = GROUP.set(group)
         try:
             for index in range(count):
                 await client.add_request_async(request(f"{index}_r"))
         finally:
-            FAMILY.reset(token)
-            client.close_family(family)
-        return family
+            GROUP.reset(token)
+            client.close_group(group)
+        return group
 
     async def test_one_hand_over_serves_all(self) -> None:
-        far = FarSide()
+        far = FakeCluster()
         client = far.client()
         await self.add(client, 3)
         d1 = far.decodes["d1"]
@@ -439,7 +441,7 @@ class TestFamily:
         assert far.ends == [(1, Outcome.DONE, 4)]
 
     async def test_siblings_go_on_when_the_carrier_is_cancelled(self) -> None:
-        far = FarSide()
+        far = FakeCluster()
         far.prefill_gate.clear()
         client = far.client()
         await self.add(client, 2)
@@ -452,7 +454,7 @@ class TestFamily:
         assert far.ends == [(1, Outcome.CANCELLED, 1)]
 
     async def test_a_lost_decode_moves_the_family_once(self) -> None:
-        far = FarSide()
+        far = FakeCluster()
         far.lost_answers = [far.ticket(1, 2, prefill="p1", decode="d2")]
         client = far.client()
         await self.add(client, 2)
@@ -465,8 +467,8 @@ class TestFamily:
         d1.die()
         await until(lambda: d2.submitted)
         assert len(far.losses) == 1 and far.losses[0][3] == 2
-        [carrier] = d2.submitted
-        d2.emit(carrier, 70)
+        [leader] = d2.submitted
+        d2.emit(leader, 70)
         await until(lambda: len(d2.submitted) == 2)
         for engine_id in list(d2.submitted):
             d2.emit(engine_id, 80, finish=STOP)
@@ -474,8 +476,8 @@ class TestFamily:
         assert far.ends == [(1, Outcome.DONE, 5)]
 
     async def test_a_family_that_is_refused_leaves_nothing(self) -> None:
-        far = FarSide()
-        far.admit_answer = Busy(reason="full", retry_after_s=1.0)
+        far = FakeCluster()
+        far.admit_answer = Overloaded(reason="full", retry_after_s=1.0)
         client = far.client()
         with pytest.raises(GracefulHTTPError):
             await self.add(client, 3)
@@ -483,7 +485,7 @@ class TestFamily:
 
 
 async def test_a_leaving_replica_keeps_its_stream_until_its_last_request_has_ended() -> None:
-    far = FarSide()
+    far = FakeCluster()
     client = far.client()
     await client.add_request_async(request())
     d1 = far.decodes["d1"]
@@ -498,24 +500,24 @@ async def test_a_leaving_replica_keeps_its_stream_until_its_last_request_has_end
 
 
 async def test_the_controller_can_give_a_ticket_up() -> None:
-    far = FarSide()
+    far = FakeCluster()
     client = far.client()
-    faults: list[tuple[str, Fault]] = []
+    faults: list[tuple[str, RequestError]] = []
     client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
     await client.add_request_async(request())
     await until(lambda: "r" in far.decodes["d1"].submitted)
-    client.obey(Order(kind="cancelled", ticket_id=1, attempt=0, reason="of another attempt"))
-    client.obey(Order(kind="lost", ticket_id=1, attempt=2, replica_id="d1", reason="of another attempt"))
+    client.obey(FrontendCommand(kind="cancelled", ticket_id=1, attempt=0, reason="of another attempt"))
+    client.obey(FrontendCommand(kind="lost", ticket_id=1, attempt=2, replica_id="d1", reason="of another attempt"))
     await asyncio.sleep(0.01)
     assert not faults and not far.losses
-    client.obey(Order(kind="cancelled", ticket_id=1, attempt=1_000, reason="drained by hand"))
+    client.obey(FrontendCommand(kind="cancelled", ticket_id=1, attempt=1_000, reason="drained by hand"))
     await until(lambda: faults)
     assert faults[0][1].status == 503 and "drained by hand" in faults[0][1].message
     await settled(client, far)
 
 
 async def test_claims_say_what_a_new_controller_must_know() -> None:
-    far = FarSide()
+    far = FakeCluster()
     client = far.client()
     await client.add_request_async(request())
     d1 = far.decodes["d1"]
@@ -537,7 +539,7 @@ async def test_claims_say_what_a_new_controller_must_know() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_request_moves_from_a_leaving_replica_only_if_that_is_exact(temperature: float) -> None:
-    far = FarSide()
+    far = FakeCluster()
     far.use_prefill = False
     far.lost_answers = [far.ticket(1, 2, decode="d2")]
     client = far.client()
@@ -546,7 +548,9 @@ async def test_a_request_moves_from_a_leaving_replica_only_if_that_is_exact(temp
     await until(lambda: "r" in d1.submitted)
     d1.emit("r", 50)
     await tokens_of(client, "r", 1)
-    client.obey(Order(kind="move", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="it is leaving"))
+    client.obey(
+        FrontendCommand(kind="move", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="it is leaving")
+    )
     if temperature:
         await asyncio.sleep(0.01)
         d1.emit("r", 51, finish=STOP)
@@ -563,7 +567,7 @@ async def test_what_other_requests_live_on_does_not_run_on_behalf_of_one() -> No
     of_a_request: ContextVar[str] = ContextVar("of_a_request", default="")
     seen: list[tuple[str, str]] = []
 
-    class Spy(FarSide):
+    class Spy(FakeCluster):
         async def admit(self, request: Any) -> Any:
             seen.append(("admit", of_a_request.get()))
             return await super().admit(request)
@@ -598,7 +602,7 @@ async def test_what_other_requests_live_on_does_not_run_on_behalf_of_one() -> No
 
 async def test_a_token_that_comes_after_the_order_to_move_is_dropped() -> None:
     """The order counts the tokens that are out; one that arrives before it is carried out would be computed twice."""
-    far = FarSide()
+    far = FakeCluster()
     far.use_prefill = False
     far.lost_answers = [far.ticket(1, 2, decode="d2")]
     client = far.client()
@@ -607,7 +611,9 @@ async def test_a_token_that_comes_after_the_order_to_move_is_dropped() -> None:
     await until(lambda: "r" in first.submitted)
     await asyncio.sleep(0.05)
     first.emit("r", 50)  # in the stream; the link has not run yet
-    client.obey(Order(kind="move", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="leaving"))
+    client.obey(
+        FrontendCommand(kind="move", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="leaving")
+    )
     await until(lambda: bool(second.submitted))
     [again] = second.submitted
     second.emit(again, 60)

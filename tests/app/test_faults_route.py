@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from app import asgi
-from app.server import _add_faults
+from app.api.server import _add_faults
+from app.client import asgi
 
 BODIES = [
     b"",

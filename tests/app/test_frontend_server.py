@@ -10,23 +10,24 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from far_side import FarSide, until
+from fake_cluster import FakeCluster, until
 from fastapi import FastAPI
 from vllm.v1.engine import FinishReason
 
-from actors.nouns import Busy, HandOver, Outcome, Ticket
-from app import asgi, context
-from app.core_client import FerryCoreClient
-from app.faults import NoVictim
-from app.llm import FerryLLM
-from app.server import _add_faults, build_server, frontend_config, server_args
+from actors.messages import HandOver, Outcome, Overloaded, Ticket
+from app.api.fault_injection import NoVictim
+from app.api.llm import FerryLLM
+from app.api.server import _add_faults, build_server, frontend_config, server_args
+from app.client import asgi
+from app.request import context
+from app.request.core_client import FerryCoreClient
 from cluster.spec import ClusterSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 WORDS = [28, 29, 30, 31, 32]  # token ids that decode answers with, in turn
 
 
-class Echoing(FarSide):
+class Echoing(FakeCluster):
     """Decodes answer by themselves: `max_tokens` tokens, one a step; `after` says how many before they stop to."""
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ async def server(started: Server) -> AsyncIterator[Server]:
         setattr(started.client, port, fresh)
     started.far, started.missing = fresh, ""
     yield started
-    await until(lambda: not started.client.runs and not started.client.families)
+    await until(lambda: not started.client.runs and not started.client.groups)
     await until(lambda: not started.llm.output_processor.request_states)
     assert not started.llm.output_processor.parent_requests
     for link in list(started.client.links.values()):
@@ -153,7 +154,7 @@ async def test_n_sequences_are_one_ticket(server: Server) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_no_room_is_429(server: Server, stream: bool, n: int) -> None:
-    server.far.admit_answer = Busy(reason="decode is full", retry_after_s=7.2)
+    server.far.admit_answer = Overloaded(reason="decode is full", retry_after_s=7.2)
     status, headers, body = await server.complete(stream=stream, n=n, temperature=1.0)
     assert (status, headers["retry-after"]) == (429, "8")
     assert "decode is full" in body["error"]["message"] and body["error"]["code"] == 429
@@ -364,8 +365,8 @@ async def test_forms_that_are_not_offered_say_so(server: Server) -> None:
 
 
 def test_a_fault_keeps_its_time_to_come_back() -> None:
-    from app.errors import to_exception
-    from app.story import Fault
+    from app.api.errors import to_exception
+    from app.request.state import RequestError
 
-    fault = Fault(429, "no room", 2.0)
+    fault = RequestError(429, "no room", 2.0)
     assert to_exception(fault).fault == replace(fault)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from far_side import FarSide, request, tokens_of, until
+from fake_cluster import FakeCluster, request, tokens_of, until
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
-from actors.nouns import Busy, Outcome, Role
-from app.core_client import FAMILY, FerryCoreClient
-from app.family import Family
-from app.story import PAGE_INTEGRITY_ERROR, Fault
+from actors.messages import Outcome, Overloaded, Role
+from app.request.core_client import GROUP, FerryCoreClient
+from app.request.group import SequenceGroup
+from app.request.state import PAGE_INTEGRITY_ERROR, RequestError
 
 STOP = FinishReason.STOP
 
@@ -24,9 +24,9 @@ STOP = FinishReason.STOP
 class Watch:
     """What a client with policy `retry` observes, and the faults it reports."""
 
-    def __init__(self, far: FarSide) -> None:
+    def __init__(self, far: FakeCluster) -> None:
         self.seen: dict[str, float] = {}
-        self.faults: list[Fault] = []
+        self.faults: list[RequestError] = []
         self.client = FerryCoreClient(
             "f", far, far, far, block_tokens=4, retries_mismatch=True, num_engines=2, observe=self._observe
         )
@@ -36,27 +36,27 @@ class Watch:
         self.seen[name] = self.seen.get(name, 0) + 1
 
     async def add(self, *requests: EngineCoreRequest) -> None:
-        family = Family(len(requests))
-        token = FAMILY.set(family)
+        group = SequenceGroup(len(requests))
+        token = GROUP.set(group)
         for each in requests:
             await self.client.add_request_async(each)
-        FAMILY.reset(token)
-        self.client.close_family(family)
+        GROUP.reset(token)
+        self.client.close_group(group)
 
     async def settled(self) -> None:
-        await until(lambda: not self.client.runs and not self.client.families)
+        await until(lambda: not self.client.runs and not self.client.groups)
         self.client.shutdown()
 
 
 @pytest.fixture
-def far() -> FarSide:
-    made = FarSide()
+def far() -> FakeCluster:
+    made = FakeCluster()
     made.use_prefill = False
     made.lost_answers = [made.ticket(1, 2, prefill="p1", decode="d2")]
     return made
 
 
-async def test_it_goes_on_elsewhere_from_its_tokens_and_apart(far: FarSide) -> None:
+async def test_it_goes_on_elsewhere_from_its_tokens_and_apart(far: FakeCluster) -> None:
     watch, d1, d2 = Watch(far), far.decodes["d1"], far.decodes["d2"]
     await watch.add(request())
     await until(lambda: "r" in d1.submitted)
@@ -79,7 +79,7 @@ async def test_it_goes_on_elsewhere_from_its_tokens_and_apart(far: FarSide) -> N
     assert d1.aborted == [], "the engine had ended it by itself"
 
 
-async def test_a_second_time_it_ends(far: FarSide) -> None:
+async def test_a_second_time_it_ends(far: FakeCluster) -> None:
     watch, d1, d2 = Watch(far), far.decodes["d1"], far.decodes["d2"]
     await watch.add(request())
     await until(lambda: "r" in d1.submitted)
@@ -94,10 +94,10 @@ async def test_a_second_time_it_ends(far: FarSide) -> None:
     assert watch.seen["page_integrity_retry"] == 1 and watch.seen["page_integrity_error"] == 1
 
 
-async def test_tenants_stay_apart_when_they_run_again(far: FarSide) -> None:
+async def test_tenants_stay_apart_when_they_run_again(far: FakeCluster) -> None:
     salts = set()
     for tenant in ("red", "blue"):
-        side = FarSide()
+        side = FakeCluster()
         side.use_prefill, side.lost_answers = False, [side.ticket(1, 2, decode="d2")]
         watch = Watch(side)
         made = request()
@@ -112,8 +112,8 @@ async def test_tenants_stay_apart_when_they_run_again(far: FarSide) -> None:
     assert len(salts) == 2 and not salts & {"red", "blue", None}
 
 
-async def test_without_room_it_ends_with_the_reason(far: FarSide) -> None:
-    far.lost_answers = [Busy(reason="decode is full", retry_after_s=2.0)]
+async def test_without_room_it_ends_with_the_reason(far: FakeCluster) -> None:
+    far.lost_answers = [Overloaded(reason="decode is full", retry_after_s=2.0)]
     watch, d1 = Watch(far), far.decodes["d1"]
     await watch.add(request())
     await until(lambda: "r" in d1.submitted)
@@ -124,7 +124,7 @@ async def test_without_room_it_ends_with_the_reason(far: FarSide) -> None:
     assert "page_integrity_retry" not in watch.seen
 
 
-async def two(watch: Watch, far: FarSide, **params: Any) -> tuple[str, str]:
+async def two(watch: Watch, far: FakeCluster, **params: Any) -> tuple[str, str]:
     """Two sequences of one prompt that decode side by side; the second follows once the first has a token."""
     await watch.add(request("a", **params), request("b", **params))
     d1 = far.decodes["d1"]
@@ -134,7 +134,7 @@ async def two(watch: Watch, far: FarSide, **params: Any) -> tuple[str, str]:
     return "a", "b"
 
 
-async def test_siblings_that_are_hit_together_count_once(far: FarSide) -> None:
+async def test_siblings_that_are_hit_together_count_once(far: FakeCluster) -> None:
     watch, d1, d2 = Watch(far), far.decodes["d1"], far.decodes["d2"]
     for name in await two(watch, far):
         d1.page_mismatch(name)
@@ -150,7 +150,7 @@ async def test_siblings_that_are_hit_together_count_once(far: FarSide) -> None:
     assert watch.faults == [] and far.ends == [(1, Outcome.DONE, 3)]
 
 
-async def test_a_sibling_that_cannot_move_keeps_both_where_they_are(far: FarSide) -> None:
+async def test_a_sibling_that_cannot_move_keeps_both_where_they_are(far: FakeCluster) -> None:
     """Random sampling with a penalty and tokens out: moving one would break the other, so only the one ends."""
     watch, d1 = Watch(far), far.decodes["d1"]
     await two(watch, far, temperature=1.0, presence_penalty=0.5)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from far_side import FarSide, request, until
+from fake_cluster import FakeCluster, request, until
 
-from actors.engine.faults import FaultError
-from app.faults import NoVictim, plant
+from actors.engine.fault_injection import FaultError
+from app.api.fault_injection import NoVictim, plant
 
 
 async def test_a_victim_is_found_by_a_part_of_its_name_and_its_engine_is_told() -> None:
-    far = FarSide()
+    far = FakeCluster()
     client, sent = far.client(), []
 
     async def send(*what: Any) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from ray.serve.context import _get_serve_request_context, _RequestContext, _serve_request_context
 
-from app import directory, remote
-from app.ports import ReplicaGone
-from app.remote import RemoteDecode
+from app import remote
+from app.rpc import directory
+from app.rpc.ports import ReplicaGone
+from app.rpc.remote import RemoteDecode
 
 
 class Handle:

@@ -10,9 +10,9 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from app import directory, router
-from app.ports import ReplicaGone
-from app.router import AddressedRouter
+from app.rpc import directory, router
+from app.rpc.ports import ReplicaGone
+from app.rpc.router import AddressedRouter
 
 DEPLOYMENT = DeploymentID(name="Decode", app_name="test")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.server import server_args
+from app.api.server import server_args
 from cluster.spec import ClusterSpec, SpecError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray.util.metrics
 
-from actors.nouns import Outcome, Role, Verdict
-from actors.transfer.ticket import LIVE
+from actors.controller.ticket_state import LIVE
+from actors.messages import Outcome, Role, Verdict
 from cluster.metrics import BY_NAME, LIVE_STATES, OUTCOMES, POOLS, TABLE, VERDICTS, Emitter
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.planning.at_start import refuse_unfit, refuse_unfit_cpu_pools
-from cluster.planning.fits import DoesNotFit
+from cluster.plan.fits import DoesNotFit
+from cluster.plan.preflight import refuse_unfit, refuse_unfit_cpu_pools
 from cluster.spec import ClusterSpec
 
 LLAMA = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.plan_cli import main
+from cluster.plan.cli import main
 
 GLM = ["glm-5.2", "--gpu", "H200", "--count", "8", "--tp", "8", "--weights", "int4", "--kv", "fp8"]
 CPU = ["smollm2-135m-instruct", "--gpu", "CPU", "--kv-space-gib", "1", "--set", "block_tokens=32", "--kv", "fp8"]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from cluster.planning.architecture import architecture
-from cluster.planning.compare import compare_status
-from cluster.planning.facts import PlanError, gpu, model_config
-from cluster.planning.formats import kv_format, weight_format
-from cluster.planning.memory import PoolPlan, PoolSettings, plan_pool
-from cluster.planning.sharding import Parallel
+from cluster.plan.architecture import architecture
+from cluster.plan.compare import compare_status
+from cluster.plan.facts import PlanError, gpu, model_config
+from cluster.plan.formats import kv_format, weight_format
+from cluster.plan.memory import PoolPlan, PoolSettings, plan_pool
+from cluster.plan.sharding import Parallel
 
 
 def plan(model: str = "smollm2-135m-instruct", kv: str = "fp8", device: str = "CPU", tp: int = 1) -> PoolPlan:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.planning.architecture import architecture
-from cluster.planning.facts import PlanError, gpu, model_config
-from cluster.planning.formats import index_row_bytes, kv_format, weight_format
-from cluster.planning.memory import PoolPlan, PoolSettings, plan_pool
-from cluster.planning.pages import check_pair, page_layout
-from cluster.planning.sharding import Parallel
+from cluster.plan.architecture import architecture
+from cluster.plan.facts import PlanError, gpu, model_config
+from cluster.plan.formats import index_row_bytes, kv_format, weight_format
+from cluster.plan.memory import PoolPlan, PoolSettings, plan_pool
+from cluster.plan.pages import check_pair, page_layout
+from cluster.plan.sharding import Parallel
 from kernels.dispatch import open_pages, seal_pages
 from kernels.layout import PageDtype, PageLayout, PageOrder, SealBinding
 

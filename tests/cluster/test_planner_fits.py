@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from cluster.planning.architecture import architecture
-from cluster.planning.facts import gpu, model_config
-from cluster.planning.fits import DoesNotFit, check_fit, nearest_that_fits
-from cluster.planning.formats import kv_format, weight_format
-from cluster.planning.memory import PoolPlan, PoolSettings, plan_pool
-from cluster.planning.sharding import Parallel
+from cluster.plan.architecture import architecture
+from cluster.plan.facts import gpu, model_config
+from cluster.plan.fits import DoesNotFit, check_fit, nearest_that_fits
+from cluster.plan.formats import kv_format, weight_format
+from cluster.plan.memory import PoolPlan, PoolSettings, plan_pool
+from cluster.plan.sharding import Parallel
 
 
 def pool(model: str, weights: str, kv: str, device: str = "H200", tp: int = 8, **given: Any) -> PoolPlan:

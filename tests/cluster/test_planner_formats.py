@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.planning.architecture import Architecture, architecture
-from cluster.planning.facts import PlanError, model_config
-from cluster.planning.formats import WeightFormat, index_row_bytes, kv_format, kv_row_bytes, weight_format
-from cluster.planning.tensors import Cut, Kind, Tensor, tensors
+from cluster.plan.architecture import Architecture, architecture
+from cluster.plan.facts import PlanError, model_config
+from cluster.plan.formats import WeightFormat, index_row_bytes, kv_format, kv_row_bytes, weight_format
+from cluster.plan.tensors import Cut, Kind, Tensor, tensors
 
 
 def arch(model: str) -> Architecture:

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.planning.architecture import Architecture, architecture
-from cluster.planning.facts import GIB, PlanError, gpu, model_config
-from cluster.planning.formats import kv_format, weight_format
-from cluster.planning.memory import PoolPlan, PoolSettings, implied_reserve, plan_pool
-from cluster.planning.published import CLOSE, published_rows
-from cluster.planning.render import memory_parts
-from cluster.planning.sharding import Parallel, held_weights, stages
-from cluster.planning.tensors import tensors
+from cluster.plan.architecture import Architecture, architecture
+from cluster.plan.facts import GIB, PlanError, gpu, model_config
+from cluster.plan.formats import kv_format, weight_format
+from cluster.plan.memory import PoolPlan, PoolSettings, implied_reserve, plan_pool
+from cluster.plan.published import CLOSE, published_rows
+from cluster.plan.render import memory_parts
+from cluster.plan.sharding import Parallel, held_weights, stages
+from cluster.plan.tensors import tensors
 
 MODELS = ("kimi-k2.6", "glm-5.2", "glm-4.5", "glm-4.5-air", "smollm2-135m-instruct")
 

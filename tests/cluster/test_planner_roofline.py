@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.planning.architecture import architecture
-from cluster.planning.facts import PlanError, gpu, model_config
-from cluster.planning.formats import kv_format, weight_format
-from cluster.planning.memory import PoolSettings
-from cluster.planning.roofline import Constants, Roofline
-from cluster.planning.sharding import Parallel
+from cluster.plan.architecture import architecture
+from cluster.plan.facts import PlanError, gpu, model_config
+from cluster.plan.formats import kv_format, weight_format
+from cluster.plan.memory import PoolSettings
+from cluster.plan.roofline import Constants, Roofline
+from cluster.plan.sharding import Parallel
 
 
 def roofline(model: str, weights: str, kv: str, tp: int = 8, pp: int = 1, **given: object) -> Roofline:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from cluster.planning.architecture import architecture
-from cluster.planning.facts import PlanError, gpu, model_config
-from cluster.planning.formats import kv_format, weight_format
-from cluster.planning.memory import PoolPlan, PoolSettings, plan_pool
-from cluster.planning.service import ServicePlan, Workload
-from cluster.planning.sharding import Parallel
+from cluster.plan.architecture import architecture
+from cluster.plan.facts import PlanError, gpu, model_config
+from cluster.plan.formats import kv_format, weight_format
+from cluster.plan.memory import PoolPlan, PoolSettings, plan_pool
+from cluster.plan.service import ServicePlan, Workload
+from cluster.plan.sharding import Parallel
 
 
 def pool(model: str, weights: str, kv: str, tp: int = 8, **given: Any) -> PoolPlan:

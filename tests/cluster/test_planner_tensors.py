@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.planning.architecture import architecture
-from cluster.planning.checkpoint import stored
-from cluster.planning.facts import PlanError, model_config
-from cluster.planning.formats import weight_format
-from cluster.planning.tensors import Kind, active_parameters, parameters, tensors
+from cluster.plan.architecture import architecture
+from cluster.plan.checkpoint import stored
+from cluster.plan.facts import PlanError, model_config
+from cluster.plan.formats import weight_format
+from cluster.plan.tensors import Kind, active_parameters, parameters, tensors
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / ".models" / "smollm2-135m-instruct"

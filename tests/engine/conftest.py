@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from cluster.spec import ClusterSpec
-from ops.rig.pair import EnginePair
+from ops.engine_pair import EnginePair
 
 MODEL = ".models/smollm2-135m-instruct"
 BLOCK = 32

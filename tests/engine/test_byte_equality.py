@@ -18,11 +18,11 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
-from actors.engine.orders import OpenOrder, SealOrder
-from actors.engine.worker_half import WorkerHalf
-from actors.nouns import HandOver, Lease, Role, Sealed, Verdict
-from actors.transfer.shell import KVTransfer
-from ops.rig.pair import LocalHandle, Notary
+from actors.engine.orders import OpenParams, SealParams
+from actors.engine.worker_half import FerryConnectorWorker
+from actors.messages import HandOver, Lease, Role, Sealed, Verdict
+from actors.transfer.actor import KVTransfer
+from ops.engine_pair import FakeController, LocalHandle
 
 current_platform.import_kernels()
 
@@ -60,7 +60,7 @@ class Bench:
     """Two worker halves and a real transfer actor's code between them."""
 
     def __init__(self, scales: tuple[float, float]) -> None:
-        self.notary = Notary()
+        self.notary = FakeController()
         self.transfer = KVTransfer(uuid.uuid4().hex, 8 << 20, 30.0, "")
         self.transfer._controller = LocalHandle(self.notary)
         self.scales = scales
@@ -70,8 +70,8 @@ class Bench:
 
     async def __aenter__(self) -> Bench:
         path = (await self.transfer.start())["socket"]
-        self.prefill = await asyncio.to_thread(WorkerHalf, "p", Role.PREFILL, 0, 1, path)
-        self.decode = await asyncio.to_thread(WorkerHalf, "d", Role.DECODE, 0, 1, path)
+        self.prefill = await asyncio.to_thread(FerryConnectorWorker, "p", Role.PREFILL, 0, 1, path)
+        self.decode = await asyncio.to_thread(FerryConnectorWorker, "d", Role.DECODE, 0, 1, path)
         names = [f"layer{i}" for i in range(LAYERS)]
         layers = {name: attention_layer() for name in names}
         self.prefill.register(dict(zip(names, self.source)), layers, "auto", (1.0, 1.0))
@@ -91,7 +91,9 @@ class Bench:
         num_bytes = len(block_ids) * layout.page_bytes
         lease = await self.transfer.lease(ticket, 1, num_bytes, ["p#0"], 1.0)
         assert isinstance(lease, Lease)
-        order = SealOrder(ticket_id=ticket, attempt=1, num_tokens=num_tokens, wire_layout=layout.to_dict(), lease=lease)
+        order = SealParams(
+            ticket_id=ticket, attempt=1, num_tokens=num_tokens, wire_layout=layout.to_dict(), lease=lease
+        )
         for first in range(0, len(block_ids), chunk_pages):
             ids = block_ids[first : first + chunk_pages]
             job = SealJob(order, ids, first, last=first + len(ids) == len(block_ids))
@@ -104,7 +106,7 @@ class Bench:
             ticket_id=seal.ticket_id, attempt=seal.attempt, seal=seal, lease=sealed.lease, deadline_s=5.0
         )
         assert isinstance(await self.transfer.begin_read(hand_over, ["d#0"]), Lease)
-        job = OpenJob("r", OpenOrder(hand_over=hand_over), block_ids, 0, seal.num_tokens)
+        job = OpenJob("r", OpenParams(hand_over=hand_over), block_ids, 0, seal.num_tokens)
         self.decode.start_opening(FerryMetadata(opens=[job]))
         for _ in range(500):
             if self.decode.landed(empty_step=True)[0]:

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from actors.engine.faults import FaultError, Faults
+from actors.engine.fault_injection import FaultError, Faults
 from cluster.fault_kinds import KINDS
 from ops.chaos.cli import passed, summary
-from ops.chaos.harness import Harness, spec_for
-from ops.chaos.trials import run_trial
+from ops.chaos.pages.harness import Harness, spec_for
+from ops.chaos.pages.trials import run_trial
 
 MODEL = ".models/smollm2-135m-instruct"
 SEED = 7

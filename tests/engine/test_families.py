@@ -15,8 +15,8 @@ import pytest
 from conftest import MODEL, pair_spec
 from vllm.sampling_params import SamplingParams
 
-from actors.nouns import Verdict
-from ops.rig.pair import EnginePair
+from actors.messages import Verdict
+from ops.engine_pair import EnginePair
 from ops.tiny_models.build import build
 
 FAMILIES = {"deepseek-v3": "bfloat16", "glm4-moe": "fp8_e4m3", "qwen3-moe": "fp8_e4m3"}

@@ -21,8 +21,8 @@ import pytest_asyncio
 from conftest import MODEL
 from vllm.sampling_params import SamplingParams
 
-from actors.nouns import Verdict
-from ops.rig.pair import EnginePair
+from actors.messages import Verdict
+from ops.engine_pair import EnginePair
 
 TEXT = (
     "In the following text we describe the harbour in some detail, with facts, numbers and short examples, so that a "

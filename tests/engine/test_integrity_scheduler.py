@@ -31,12 +31,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from actors.engine.config import engine_kwargs
-from actors.engine.faults import Faults
-from actors.engine.ferry_scheduler import FerryAsyncScheduler, FerryScheduler
-from actors.engine.integrity import CheckTracker, NoTracker
-from actors.engine.integrity_worker import Forward, TagCheck
-from actors.engine.orders import OpenOrder, to_params
-from actors.nouns import HandOver, Lease, Role, Seal
+from actors.engine.fault_injection import Faults
+from actors.engine.integrity.scheduler import FerryAsyncScheduler, FerryScheduler
+from actors.engine.integrity.tag_check import Forward, TagCheck
+from actors.engine.integrity.tracker import CheckTracker, NoTracker
+from actors.engine.orders import OpenParams, to_params
+from actors.messages import HandOver, Lease, Role, Seal
 from cluster.spec import ClusterSpec
 
 MODEL = ".models/smollm2-135m-instruct"
@@ -114,7 +114,7 @@ class Engine:
             seal = Seal(ticket_id=1, attempt=1, layout_fingerprint="f", num_tokens=len(prompt), digests=((1,),))
             lease = Lease(ticket_id=1, attempt=1, node_id="n", segment="s", offset=0, num_bytes=1)
             over = HandOver(ticket_id=1, attempt=1, seal=seal, lease=lease, deadline_s=1.0)
-            params.extra_args = {"kv_transfer_params": to_params(OpenOrder(hand_over=over))}
+            params.extra_args = {"kv_transfer_params": to_params(OpenParams(hand_over=over))}
         self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher))
         self.emitted[name] = self.sampled[name] = 0
         return name
@@ -217,7 +217,7 @@ class Engine:
     def _land(self, metadata: Any) -> tuple[set[str], set[str]]:
         for job in metadata.opens:
             if job.block_ids:
-                assert self.check.same_lives(job.block_ids, job.tags)
+                assert self.check.still_current(job.block_ids, job.tags)
                 self.landing[job.request_id] = (self.rng.randint(0, 4), self.rng.random() < 0.7)
         done = {name for name, (left, _) in self.landing.items() if left == 0}
         failed = {name for name in done if not self.landing.pop(name)[1]}

@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.planning.architecture import architecture
-from cluster.planning.compare import compare_status
-from cluster.planning.facts import GIB, gpu, model_config
-from cluster.planning.formats import kv_format, weight_format
-from cluster.planning.from_spec import plan_spec
-from cluster.planning.memory import PoolPlan, PoolSettings, plan_pool
-from cluster.planning.tensors import Cut, Kind, Tensor
-from ops.rig.pair import EnginePair
+from cluster.plan.architecture import architecture
+from cluster.plan.compare import compare_status
+from cluster.plan.facts import GIB, gpu, model_config
+from cluster.plan.formats import kv_format, weight_format
+from cluster.plan.from_spec import plan_spec
+from cluster.plan.memory import PoolPlan, PoolSettings, plan_pool
+from cluster.plan.tensors import Cut, Kind, Tensor
+from ops.engine_pair import EnginePair
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / ".models" / "smollm2-135m-instruct"

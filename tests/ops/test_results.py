@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ops.measure import stats
-from ops.survival import report
+from ops.bench import stats
+from ops.chaos.processes import report
 
 RESULTS = Path(__file__).parents[2] / "ops" / "results"
 COLUMNS = [("ttft_s", stats.p50), ("ttft_s", stats.p95), ("tpot_s", stats.p50), ("tpot_s", stats.p95)]

@@ -19,7 +19,7 @@ import pytest
 from app.client import Client
 from app.commands.serve import Service
 from cluster.spec import ClusterSpec
-from ops.measure.parity import SETTINGS
+from ops.bench.parity import SETTINGS
 
 BLOCKS = 320  # pages a replica: 10,240 tokens
 MAX_LEN = 2048

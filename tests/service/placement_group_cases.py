@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.controller.shell import get_or_create
+from actors.controller.actor import get_or_create
 from cluster.spec import ClusterSpec
 
 

@@ -1,6 +1,6 @@
 """For every request form a client sees what a single vLLM engine with the same settings would show.
 
-Here the compact subset; the whole table is `python -m ops.measure.parity local-cpu`.
+Here the compact subset; the whole table is `python -m ops.bench.parity local-cpu`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from conftest import free_port
 
 from app.commands.serve import Service
 from cluster.spec import ClusterSpec
-from ops.measure.forms import FORMS, Form
-from ops.measure.parity import Answer, ask_all, compare, environment, plain_command, running
+from ops.bench.forms import FORMS, Form
+from ops.bench.parity import Answer, ask_all, compare, environment, plain_command, running
 
 COMPACT = tuple(form for form in FORMS if form.compact)
 # A matrix product rounds by how many rows it has: decode computes the last prompt position alone, one engine with the

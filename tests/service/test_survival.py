@@ -1,4 +1,5 @@
-"""Parts of the running service are killed in the middle of a wave of requests; `python -m ops.survival` does it longer.
+"""Parts of the running service are killed in the middle of a wave of requests;
+`python -m ops.chaos.processes` does it longer.
 
 Every request ends exactly once and whole (or with the one clear error it may have), nothing is held afterwards.
 """
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 
 from app.commands.serve import Service
-from ops.survival.campaign import Campaign
-from ops.survival.kinds import KINDS
-from ops.survival.load import open_session
+from ops.chaos.processes.campaign import Campaign
+from ops.chaos.processes.kinds import KINDS
+from ops.chaos.processes.load import open_session
 
 CASES = ("transfer-kill", "controller-kill", "frontend-kill", "decode-core-kill")
 SEED = int(os.environ.get("PAGEFERRY_SEED", "3"))

@@ -12,8 +12,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.nouns import HandOver, Lease, Seal, Verdict
-from actors.transfer import shell
+from actors.messages import HandOver, Lease, Seal, Verdict
+from actors.transfer import actor
 from actors.transfer.channel import Segments
 
 APPLICATION = "two-nodes"
@@ -38,7 +38,7 @@ def nodes() -> Iterator[list[str]]:
 
 
 async def test_bytes_cross_nodes(nodes: list[str]) -> None:
-    there, here = (shell.get_or_create(node, 4 << 20, 30.0, APPLICATION) for node in nodes)
+    there, here = (actor.get_or_create(node, 4 << 20, 30.0, APPLICATION) for node in nodes)
     segments = Segments(), Segments()
     try:
         await asyncio.gather(there.start.remote(), here.start.remote())
@@ -66,7 +66,7 @@ async def test_bytes_cross_nodes(nodes: list[str]) -> None:
 
 
 async def test_a_node_that_is_not_there_is_missing(nodes: list[str]) -> None:
-    here: Any = shell.get_or_create(nodes[1], 4 << 20, 30.0, APPLICATION)
+    here: Any = actor.get_or_create(nodes[1], 4 << 20, 30.0, APPLICATION)
     try:
         await here.start.remote()
         ghost = Lease(ticket_id=2, attempt=1, node_id="f" * 56, segment="pageferry-f-1", offset=0, num_bytes=10)

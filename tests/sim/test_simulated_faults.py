@@ -11,17 +11,17 @@ import pytest
 
 from actors.controller.machine import Machine
 from actors.controller.registry import Registry
-from actors.engine.ledger import Ledger, Released
-from actors.nouns import Verdict
+from actors.engine.integrity.ledger import Ledger, Released
+from actors.messages import Verdict
 from actors.transfer.staging import Region, Staging
-from cluster.simulate import cli
-from cluster.simulate.checkers import check
-from cluster.simulate.cluster import ClusterSim
-from cluster.simulate.engines import DecodeSim, PagePool
-from cluster.simulate.faults import Fault, FaultKind, parse_kinds, plan
-from cluster.simulate.frontend import FrontendSim, Story
-from cluster.simulate.scenario import Scenario, random_scenario, without_faults
-from cluster.simulate.world import SECOND
+from ops.simulate import cli
+from ops.simulate.checkers import check
+from ops.simulate.cluster import ClusterSim
+from ops.simulate.engines import DecodeSim, PagePool
+from ops.simulate.faults import Fault, FaultKind, parse_kinds, plan
+from ops.simulate.frontend import FrontendSim, Story
+from ops.simulate.scenario import Scenario, random_scenario, without_faults
+from ops.simulate.world import SECOND
 
 ALL = tuple(FaultKind)
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.json"))
@@ -154,7 +154,7 @@ def test_leases_that_nobody_releases_are_seen(monkeypatch: pytest.MonkeyPatch, t
 def test_a_controller_that_mistakes_its_own_pause_for_silence_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     pause = Fault(FaultKind.HANG_CONTROLLER, 1_500_000_000, duration_ns=12 * SECOND)
     assert check(one_request(pause, tokens=1_500)).clean
-    monkeypatch.setattr(Machine, "_forgive_own_pause", lambda self, now_ns: None)
+    monkeypatch.setattr(Machine, "_shift_deadlines_after_stall", lambda self, now_ns: None)
     monkeypatch.setattr(Machine, "_suspect", lambda self, ticket: None)
     assert any("failed" in text for text in check(one_request(pause, tokens=1_500)).violations)
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from actors.nouns import Role
-from cluster.simulate import autoscalers, plots, published, scale
-from cluster.simulate.autoscalers import ServeScaler, ServeSettings, flaps, judge, long_bursts, play
-from cluster.simulate.checkers import check
-from cluster.simulate.cluster import ClusterSim
-from cluster.simulate.faults import FaultKind
-from cluster.simulate.scenario import random_scenario
-from cluster.simulate.traces import Lengths, TraceError, bursts, daily, poisson, replay
-from cluster.simulate.world import SECOND
+from actors.messages import Role
+from ops.simulate import autoscalers, plots, published, scale
+from ops.simulate.autoscalers import ServeScaler, ServeSettings, flaps, judge, long_bursts, play
+from ops.simulate.checkers import check
+from ops.simulate.cluster import ClusterSim
+from ops.simulate.faults import FaultKind
+from ops.simulate.scenario import random_scenario
+from ops.simulate.traces import Lengths, TraceError, bursts, daily, poisson, replay
+from ops.simulate.world import SECOND
 
 
 @pytest.mark.parametrize("seed", range(5))

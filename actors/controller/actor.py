@@ -1,0 +1,425 @@
+"""The controller as a Ray actor: futures for calls that wait, a clock, a tick, one actuator. No decisions in here.
+
+One named, detached actor an application. It ends itself when the application that it serves is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import ray
+import ray.util.metrics
+
+from actors.controller import status as view
+from actors.controller.events import (
+    Admit,
+    Adopt,
+    Configure,
+    Effect,
+    Ended,
+    Event,
+    FrontendGone,
+    FrontendHeartbeat,
+    Join,
+    Leaving,
+    Log,
+    Lost,
+    Replace,
+    ReplicaHeartbeat,
+    ReplicaLeft,
+    Reply,
+    Scale,
+    Scaled,
+    Targets,
+    Tick,
+    ToFrontend,
+    Transfer,
+    WantHandOver,
+    Withdraw,
+)
+from actors.controller.exports import Exporter
+from actors.controller.gc_tuning import tune_gc
+from actors.controller.machine import Machine
+from actors.messages import (
+    AdmitRequest,
+    Announcement,
+    Claim,
+    FrontendCommand,
+    FrontendReply,
+    HandOver,
+    Heartbeat,
+    HeartbeatReply,
+    Outcome,
+    Overloaded,
+    Role,
+    ScaleDecision,
+    StagingStatus,
+    Ticket,
+    TransferEvent,
+    Verdict,
+)
+from cluster.metrics import Emitter
+from cluster.names import NAMESPACE, controller_actor, transfer_actor
+from cluster.spec import ClusterSpec
+
+DEPLOYMENTS = {Role.PREFILL: "Prefill", Role.DECODE: "Decode"}
+TICK_S = 0.1
+EXPORT_S = 2.0
+PING_S = 0.5  # how soon the death of a process is seen; longer with more than PINGS_MAX of them
+PINGS_MAX = 200
+ORPHAN_S = 20.0  # nobody heard for this long: look whether the application still exists
+EPOCH_ZERO_S = 1_577_836_800  # 2020-01-01; epochs count half seconds from there, so a later life has a higher one
+
+logger = logging.getLogger("pageferry.controller")
+
+
+class Controller:
+    """Run as a Ray actor; see `get_or_create`. Every method is typed by `actors.messages`."""
+
+    def __init__(self, application: str, spec_json: str) -> None:
+        import ray.serve  # here: two threads that import it at once, later, find it half imported
+
+        spec = ClusterSpec.model_validate_json(spec_json)
+        self._machine = Machine(spec, int((time.time() - EPOCH_ZERO_S) * 2), time.monotonic_ns())
+        tune_gc()
+        self._application = application
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._last_call = 0
+        self._orders: dict[str, asyncio.Queue[FrontendCommand]] = {}
+        self._polls: Counter[str] = Counter()  # frontend -> long polls that wait on its orders
+        self._actuator = ServeActuator(application)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watched: set[str] = set()
+        self._heard_at = time.monotonic()
+        self._exporter = Exporter(Emitter(ray.util.metrics, application=application), time.time_ns())
+
+    # -- replicas
+
+    async def join(self, announcement: Announcement) -> HeartbeatReply:
+        """Raises `IncompatibleReplica` with both sides in the message."""
+        self._heard_at = time.monotonic()
+        reply: HeartbeatReply = await self._ask(lambda call_id: Join(call_id, announcement))
+        name, life = announcement.replica_id, announcement.incarnation
+        self._watch_process(name, ReplicaLeft(name, life, "has died"))
+        return reply
+
+    async def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+        self._heard_at = time.monotonic()
+        reply: HeartbeatReply = await self._ask(lambda call_id: ReplicaHeartbeat(call_id, heartbeat))
+        return reply
+
+    async def replica_leaving(self, replica_id: str) -> None:
+        """From the router: Serve is stopping this replica."""
+        self._run(Leaving(replica_id))
+
+    async def leave(self, replica_id: str, incarnation: int | None = None) -> None:
+        """A replica that has finished what it had says goodbye."""
+        self._run(ReplicaLeft(replica_id, incarnation))
+
+    async def transfer_report(self, status: StagingStatus, events: list[TransferEvent]) -> list[tuple[int, int]]:
+        """Returns (ticket_id, attempt) of leases to release. At least once: repeat a report that failed."""
+        dead: list[tuple[int, int]] = await self._ask(lambda call_id: Transfer(call_id, status, tuple(events)))
+        return dead
+
+    # -- frontends
+
+    async def frontend_heartbeat(self, frontend_id: str, live_tickets: Sequence[int], stamp: int = 0) -> FrontendReply:
+        """Orders for this frontend come with the reply; `known` False asks it to `adopt` every live ticket.
+
+        `stamp` is that of the last reply. With 0, a grant that got lost on its way is not noticed.
+        """
+        self._heard_at = time.monotonic()
+        reply: FrontendReply = await self._ask(
+            lambda call_id: FrontendHeartbeat(call_id, frontend_id, tuple(live_tickets), stamp)
+        )
+        self._watch_process(frontend_id, FrontendGone(frontend_id))
+        return msgspec.structs.replace(reply, orders=tuple(self._waiting_orders(frontend_id)))
+
+    async def configure(self, spec_json: str) -> None:
+        """From a frontend that meets a new life of this actor, which knows only what the first one was made with."""
+        self._run(Configure(ClusterSpec.model_validate_json(spec_json)))
+
+    async def adopt(self, frontend_id: str, claims: Sequence[Claim]) -> int:
+        self._run(Adopt(frontend_id, tuple(claims)))
+        return self._machine.epoch
+
+    async def orders(self, frontend_id: str, timeout_s: float = 10.0) -> list[FrontendCommand]:
+        """Long poll for what else comes with the heartbeat's reply, without its delay."""
+        queue = self._orders.setdefault(frontend_id, asyncio.Queue())
+        self._polls[frontend_id] += 1
+        try:
+            return [await asyncio.wait_for(queue.get(), timeout_s), *self._waiting_orders(frontend_id)]
+        except TimeoutError:
+            return []
+        finally:
+            self._polls[frontend_id] -= 1
+
+    def _waiting_orders(self, frontend_id: str) -> list[FrontendCommand]:
+        queue = self._orders.get(frontend_id)
+        return [] if queue is None else [queue.get_nowait() for _ in range(queue.qsize())]
+
+    async def admit(self, request: AdmitRequest) -> Ticket | Overloaded:
+        """Waits in the queue when there is no room. The same request_id asked twice gets the same ticket."""
+        answer: Ticket | Overloaded = await self._ask(lambda call_id: Admit(call_id, request))
+        return answer
+
+    async def hand_over(self, ticket_id: int, attempt: int, timeout_s: float) -> HandOver | Verdict:
+        """Waits for the seal. MISSING: it did not come, call `lost`. STALE: of an old attempt or an ended ticket."""
+        wait_ns = int(timeout_s * 1e9)
+        answer: HandOver | Verdict = await self._ask(lambda call_id: WantHandOver(call_id, ticket_id, attempt, wait_ns))
+        return answer
+
+    async def lost(
+        self,
+        ticket_id: int,
+        attempt: int,
+        role: Role,
+        replica_id: str,
+        reason: str,
+        num_output_tokens: int = 0,
+        request: AdmitRequest | None = None,
+        page_integrity: bool = False,
+    ) -> Ticket | Overloaded:
+        """The ticket with a new attempt and new replicas. `Overloaded`: it has failed, tell the client why.
+
+        `page_integrity`: the replica is not lost, it ended the request because a page was not its own.
+        """
+        answer: Ticket | Overloaded = await self._ask(
+            lambda call_id: Lost(
+                call_id, ticket_id, attempt, Role(role), replica_id, reason, num_output_tokens, request, page_integrity
+            )
+        )
+        return answer
+
+    async def ended(self, ticket_id: int, outcome: Outcome, num_output_tokens: int = 0) -> None:
+        """Idempotent."""
+        self._run(Ended(ticket_id, Outcome(outcome), num_output_tokens))
+
+    # -- people
+
+    async def status(self) -> dict[str, Any]:
+        self._start()
+        return view.status(self._machine, time.monotonic_ns())
+
+    async def audit(self) -> dict[str, Any]:
+        self._start()
+        return view.audit(self._machine)
+
+    async def set_target(self, pool: Role, target: int) -> str:
+        """Scales by hand (`off` mode, rolling changes). Empty when the platform took it, else what it said."""
+        decision = ScaleDecision(pool=Role(pool), current=-1, target=target, reason="asked for by hand")
+        return await self._actuator.scale(decision)
+
+    # -- inside
+
+    async def _ask(self, make: Callable[[int], Event]) -> Any:
+        self._last_call += 1
+        call_id = self._last_call
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self._run(make(call_id))
+            return await future
+        except asyncio.CancelledError:
+            self._run(Withdraw(call_id))
+            raise
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _run(self, event: Event) -> None:
+        self._start()
+        for effect in self._machine.step(event, time.monotonic_ns()):
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Reply):
+            future = self._calls.get(effect.call_id)
+            if future is None or future.done():
+                return
+            if isinstance(effect.value, Exception):
+                future.set_exception(effect.value)
+            else:
+                future.set_result(effect.value)
+        elif isinstance(effect, ToFrontend):
+            self._orders.setdefault(effect.frontend_id, asyncio.Queue()).put_nowait(effect.order)
+        elif isinstance(effect, Scale):
+            self._spawn(self._scale(effect.decision))
+        elif isinstance(effect, Replace):
+            self._spawn(self._replace(effect))
+        elif isinstance(effect, Log):
+            logger.log(logging.ERROR if effect.is_error else logging.INFO, effect.text)
+
+    def _start(self) -> None:
+        if not self._tasks:
+            self._spawn(self._tick_loop())
+            self._spawn(self._export_loop())
+            self._spawn(self._watch_loop())
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tick_loop(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._run(Tick())
+            except Exception:
+                logger.exception("tick failed")
+            for frontend_id in self._orders.keys() - self._machine.frontends.keys():
+                if not self._polls[frontend_id]:  # else a long poll waits on it
+                    del self._orders[frontend_id], self._polls[frontend_id]
+
+    async def _export_loop(self) -> None:
+        while True:
+            await asyncio.sleep(EXPORT_S)
+            try:
+                self._exporter.export(view.status(self._machine, time.monotonic_ns()))
+            except Exception:
+                logger.exception("metrics were not exported")
+
+    # -- processes
+
+    def _watch_process(self, name: str, when_dead: Event) -> None:
+        """`name` is the id of a Serve replica; once a process, until it is dead."""
+        if name not in self._watched:
+            self._watched.add(name)
+            self._spawn(self._ping(name, when_dead))
+
+    async def _ping(self, name: str, when_dead: Event) -> None:
+        """Silence needs seconds to be sure of; that a process is dead, Ray knows at once."""
+        try:
+            if (actor := await asyncio.to_thread(_actor_of, f"#{name}")) is None:
+                return
+            while True:
+                with contextlib.suppress(ray.exceptions.ActorUnavailableError):  # a broken connection proves nothing
+                    await actor.__ray_ready__.remote()
+                await asyncio.sleep(PING_S * max(1.0, len(self._watched) / PINGS_MAX))
+        except ray.exceptions.RayActorError:
+            self._run(when_dead)
+        finally:
+            self._watched.discard(name)
+
+    async def _replace(self, effect: Replace) -> None:
+        """A transfer actor is restarted by Ray; a replica is made anew by Serve."""
+        replica = effect.kind == "replica"
+        suffix = f"#{effect.name}" if replica else transfer_actor(self._application, effect.name)
+        try:
+            if (actor := await asyncio.to_thread(_actor_of, suffix)) is not None:
+                logger.warning("%s %s hangs and is ended", effect.kind, effect.name)
+                ray.kill(actor, no_restart=replica)
+        except (ValueError, ray.exceptions.RayError) as error:
+            logger.warning("%s %s cannot be ended: %s", effect.kind, effect.name, error)
+
+    async def _scale(self, decision: ScaleDecision) -> None:
+        problem = await self._actuator.scale(decision)
+        self._run(Scaled(decision.pool, decision.target, not problem, problem))
+
+    async def _watch_loop(self) -> None:
+        """Learns the platform's targets at the start, and ends this actor when its application is gone."""
+        targets = await self._actuator.targets()
+        if targets is not None:
+            self._run(targets)
+        while True:
+            await asyncio.sleep(ORPHAN_S / 4)
+            if time.monotonic() - self._heard_at < ORPHAN_S:
+                continue
+            if not await asyncio.to_thread(_runs, self._application):
+                logger.info("the application is gone: the controller ends")
+                ray.kill(ray.get_runtime_context().current_actor)
+                return
+
+
+class ServeActuator:
+    """Ray Serve's external scaler: the one road by which a pool changes its size."""
+
+    def __init__(self, application: str) -> None:
+        self._application = application
+
+    async def scale(self, decision: ScaleDecision) -> str:
+        """Empty when Serve took the target, else what it said."""
+        try:
+            path = f"/api/v1/applications/{self._application}/deployments/{DEPLOYMENTS[decision.pool]}/scale"
+            await asyncio.to_thread(_call_dashboard, path, {"target_num_replicas": decision.target})
+        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    async def targets(self) -> Targets | None:
+        """What Serve holds each pool at, or None when it does not say."""
+        try:
+            details = await asyncio.to_thread(_call_dashboard, "/api/serve/applications/", None)
+            deployments = details["applications"][self._application]["deployments"]
+            sizes = {
+                role: int(deployments[name]["target_num_replicas"])
+                for role, name in DEPLOYMENTS.items()
+                if name in deployments
+            }
+        except (OSError, ValueError, KeyError, RuntimeError, ray.exceptions.RayError) as error:
+            logger.info("Serve does not tell the pools' targets: %s", error)
+            return None
+        return Targets(sizes.get(Role.PREFILL, 0), sizes.get(Role.DECODE, 0))
+
+
+def _actor_of(suffix: str) -> Any:
+    """The named actor, of Serve or ours, whose name ends so; None when there is none."""
+    for found in ray.util.list_named_actors(all_namespaces=True):
+        if found["name"].endswith(suffix):
+            try:
+                return ray.get_actor(found["name"], namespace=found["namespace"])
+            except ValueError:
+                return None  # gone meanwhile
+    return None
+
+
+def _runs(application: str) -> bool:
+    from ray import serve
+
+    return application in serve.status().applications
+
+
+def _call_dashboard(path: str, body: dict[str, Any] | None) -> Any:
+    from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
+    from ray.dashboard.utils import ray_address_to_api_server_url
+
+    base = ray_address_to_api_server_url(ray.get_runtime_context().gcs_address)
+    headers = {"Content-Type": "application/json"}
+    headers |= get_auth_headers_if_auth_enabled(headers)
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(base.rstrip("/") + path, data=data, headers=headers)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{path} answered {error.code}: {error.read(500).decode(errors='replace')}") from None
+
+
+def get_or_create(application: str, spec: ClusterSpec) -> Any:
+    """The application's controller; made if it is not there."""
+    return (
+        ray.remote(Controller)
+        .options(
+            name=controller_actor(application),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=100_000,
+            num_cpus=0,
+            # Else, made by a replica that is a placement group, it would belong to that group and end with it for good.
+            scheduling_strategy="DEFAULT",
+        )
+        .remote(application, spec.model_dump_json())
+    )

@@ -1,0 +1,633 @@
+"""One vLLM engine and its place in the cluster, without Ray: `replica.py` puts these into Serve deployments.
+
+A host holds vLLM's own engine core client and relays: requests in, `EngineCoreOutputs` out, one message a step and
+frontend. It decides nothing about tickets; it turns them into orders for its engine, and tells the controller what
+happened. `transfer` and `controller` are handles whose methods are called as `handle.method.remote(...)` and awaited:
+Ray actors in the service, plain objects behind `ops.rig.LocalHandle` where an engine pair runs without a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
+from actors.engine.engine_counters import EngineCounters
+from actors.engine.orders import OpenParams, SealParams, to_params
+from actors.messages import (
+    PAGE_INTEGRITY,
+    Announcement,
+    HandOver,
+    Heartbeat,
+    HeartbeatReply,
+    Lease,
+    Occupancy,
+    PageDelta,
+    PrefillDone,
+    ReplicaEvent,
+    Role,
+    Ticket,
+    Verdict,
+)
+from actors.transfer.staging import StagingError
+from cluster.fault_kinds import KINDS
+from cluster.plan.preflight import refuse_unfit
+from cluster.quality import refuse_poor_quality
+from cluster.spec import ClusterSpec
+from kernels.layout import PageLayout
+
+logger = logging.getLogger("pageferry.replica")
+
+HEARTBEAT_EVERY_S = 0.5
+PAGES_A_BEAT = 8192  # taken pages that one heartbeat tells of at most; about 150 KiB
+CONDEMNED_REMEMBERED = 256
+UTILITY_TIMEOUT_S = 1.0
+BEGIN_READ_S = 6.0  # decode computes a prompt itself rather than wait longer for a transfer actor's answer
+GOODBYE_S = 2.0
+
+
+class ReplicaError(RuntimeError):
+    """A replica could not do what a ticket asked of it; the frontend goes elsewhere."""
+
+
+class PrefillRefused(ReplicaError):
+    """No staging room in time, or the engine gave the prompt up."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A request in this replica's engine."""
+
+    ticket: Ticket
+    frontend_id: str
+    aborted: bool = False
+    in_engine: bool = False
+    started: bool = False
+    done: asyncio.Future[Any] | None = None  # prefill waits for this
+
+
+@dataclass(slots=True)
+class _Totals:
+    tokens_generated: int = 0
+    requests: int = 0
+    began_ns: int = field(default_factory=time.monotonic_ns)
+
+
+class EngineServer:
+    role: Role
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        *,
+        replica_id: str,
+        node_id: str,
+        get_transfer: Callable[[], Any],
+        socket_path: str,
+        get_controller: Callable[[], Any],
+    ) -> None:
+        self.spec = spec
+        self.pool = pool_of(spec, self.role)
+        self.replica_id = replica_id
+        self.node_id = node_id
+        self.incarnation = time.time_ns()
+        self.transfer = get_transfer()
+        self._get_transfer = get_transfer
+        self._get_controller = get_controller
+        self._live: dict[str, InFlight] = {}
+        self._streams: dict[str, asyncio.Queue[list[bytes] | None]] = {}
+        self._events: list[ReplicaEvent] = []
+        self._pages: tuple[PageDelta, ...] = ()
+        self._pages_whole = False
+        self._tell_all_pages = False  # the controller has missed something: from the beginning
+        self._condemned: dict[str, int] = {}  # requests that a page mismatch ended, whose verdict is yet to come
+        self._totals = _Totals()
+        self._engine = EngineCounters()
+        self._failure: str = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._errands: set[asyncio.Task[None]] = set()
+        self._start_engine(socket_path)
+
+    def _start_engine(self, socket_path: str) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine.core_client import EngineCoreClient
+        from vllm.v1.executor import Executor
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        began = time.monotonic()
+        if self.pool.gpus_per_replica:
+            import torch
+
+            refuse_unfit(self.spec, str(self.role), torch.cuda.get_device_name())
+        refuse_poor_quality(self.spec, str(self.role))
+        args = AsyncEngineArgs(**engine_kwargs(self.spec, self.role, self.replica_id, socket_path))
+        self.config = args.create_engine_config()
+        self.core = EngineCoreClient.make_async_mp_client(self.config, Executor.get_class(self.config), log_stats=True)
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder = MsgpackEncoder()
+        self.engines = [f"{self.replica_id}#{rank}" for rank in range(self.config.parallel_config.world_size)]
+        logger.info("%s engine of %s is up after %.1f s", self.role, self.replica_id, time.monotonic() - began)
+
+    async def start(self) -> None:
+        """Describes the engine, joins the cluster and starts the background loops. Once. Raises when it has failed."""
+        if self._failure:
+            raise ReplicaError(self._failure)
+        if self._tasks:
+            return
+        self._tasks = [asyncio.create_task(self._pump())]
+        self.description = (await self.core.collective_rpc_async("pageferry_describe"))[0]
+        self.layout = PageLayout.from_dict(self.description["layout"])
+        self.fingerprint = fingerprint(self.config, tokenizer_path(self.spec, self.role))
+        self.controller = self._get_controller()
+        self._stats = await self.core.call_utility_async("pageferry_scheduler")
+        await self.controller.join.remote(self.announcement())
+        self._tasks.append(asyncio.create_task(self._heartbeat_loop()))
+
+    async def check_health(self) -> None:
+        """Called by Serve; raising makes it replace the replica."""
+        await self.start()
+
+    def announcement(self) -> Announcement:
+        cache = self.config.cache_config
+        return Announcement(
+            replica_id=self.replica_id,
+            role=self.role,
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            fingerprint=self.fingerprint,
+            layout=self.layout.to_dict(),
+            block_tokens=cache.block_size,
+            blocks_total=int(self._stats["blocks_total"]),
+            max_model_len=self.config.model_config.max_model_len,
+            max_num_seqs=self.pool.max_num_seqs,
+            engine={
+                "kv_cache_bytes": self.description["kv_cache_bytes"],
+                "weights_bytes": self.description["weights_bytes"],
+                "weights_loaded_bytes": self.description["weights_loaded_bytes"],
+                "worker_pid": self.description["pid"],
+                "replica_pid": os.getpid(),
+                "weights": self.pool.weights or self.spec.model.path,
+                "kv_dtype": self.pool.kv_dtype,
+                "max_num_seqs": self.pool.max_num_seqs,
+            },
+            generation=generation(self.spec),
+            tickets=tuple({live.ticket.ticket_id for live in self._live.values()}),
+        )
+
+    async def describe(self) -> Announcement:
+        await self.start()
+        return self.announcement()
+
+    async def utility(self, method: str, args: list[Any]) -> Any:
+        """A utility method of vLLM's engine core, for the frontends' admin routes."""
+        return await self.core.call_utility_async(method, *args)
+
+    async def fault(self, kind: str, trial: int, target: str | int, more: float = 0) -> dict[str, Any]:
+        """Puts a fault into this engine; only kinds that `faults.kinds` names.
+
+        `target`: see `actors.engine.fault_injection`.
+
+        Raises `FaultError`. What was done comes back; `fired` False: not possible now.
+        """
+        from actors.engine.fault_injection import FaultError
+
+        if kind not in self.spec.faults.kinds:
+            allowed = ", ".join(self.spec.faults.kinds) or "nothing"
+            raise FaultError(f"fault {kind!r} is not allowed here; faults.kinds allows {allowed}")
+        done: dict[str, Any]
+        if KINDS[kind].side == "scheduler":
+            done = await self.core.call_utility_async("pageferry_fault", kind, trial, target)
+        else:
+            done = (await self.core.collective_rpc_async("pageferry_fault", args=(kind, trial, target, more)))[0]
+        return done
+
+    async def audit(self) -> dict[str, Any]:
+        """What the scheduler half, the page ledger and the worker half say of themselves now.
+
+        `integrity` has the laws that are broken now, and the latest breaches and verdicts with the pages' histories.
+        Walking the ledger takes the engine's scheduler some milliseconds in ten thousand pages.
+        """
+        scheduler = await self.core.call_utility_async("pageferry_scheduler")
+        integrity = await self.core.call_utility_async("pageferry_audit")
+        workers = await self.core.collective_rpc_async("pageferry_worker")
+        return {
+            "replica_id": self.replica_id,
+            "role": str(self.role),
+            "scheduler": scheduler,
+            "integrity": integrity,
+            "workers": workers,
+        }
+
+    # -- engine output
+
+    async def _pump(self) -> None:
+        try:
+            while True:
+                outputs = await self.core.get_output_async()
+                self._engine.add(outputs)
+                self._on_outputs(outputs)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await self._fail(f"the engine of {self.replica_id} is gone: {error}")
+
+    async def _fail(self, reason: str) -> None:
+        """For good: whoever waits for this replica hears of it now, and Serve makes another one."""
+        if self._failure:
+            return
+        self._failure = reason
+        logger.error("%s", reason)
+        for live in self._live.values():
+            if live.done is not None and not live.done.done():
+                live.done.set_exception(ReplicaError(reason))
+        for queue in self._streams.values():
+            queue.put_nowait(None)
+        await self.say_goodbye()
+
+    async def say_goodbye(self) -> None:
+        """The controller gives no more tickets to this life of the replica. What it did not hear, silence tells it."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.controller.leave.remote(self.replica_id, self.incarnation), GOODBYE_S)
+
+    def _on_outputs(self, outputs: Any) -> None:
+        raise NotImplementedError
+
+    # -- controller
+
+    def _event(self, kind: str, live: InFlight | None = None, request_id: str = "", **more: Any) -> None:
+        ticket_id = live.ticket.ticket_id if live else 0
+        self._events.append(ReplicaEvent(kind=kind, ticket_id=ticket_id, request_id=request_id, **more))
+
+    async def _heartbeat_loop(self) -> None:
+        fence_after_s = self.spec.admission.fence_after_s
+        pending: asyncio.Task[Any] | None = None
+        asked = answered = time.monotonic()
+        while True:
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+            # The engine answers between steps; a long step keeps the last answer, a hung one stops the heartbeat.
+            if pending is None:
+                asked = time.monotonic()
+                whole, self._tell_all_pages = self._tell_all_pages, False
+                pending = asyncio.create_task(self.core.call_utility_async("pageferry_beat", PAGES_A_BEAT, whole))
+            done, _ = await asyncio.wait([pending], timeout=UTILITY_TIMEOUT_S)
+            if done:
+                if self._failure or pending.exception() is not None:
+                    return  # the pump says why
+                self._stats, answered, pending = pending.result(), time.monotonic(), None
+                self._take_integrity(self._stats)
+            elif time.monotonic() - max(asked, answered) > fence_after_s:
+                await self._fail(f"the engine of {self.replica_id} has not answered for {fence_after_s:g} s")
+            if self._failure:
+                return
+            await self._beat()
+
+    def _take_integrity(self, stats: dict[str, Any]) -> None:
+        """From the engine's answer: pages taken and given back, and a controller event for each tag mismatch."""
+        self._pages = tuple(
+            PageDelta(request_id=request_id, released=released, added=dict(zip(pages, tags)))
+            for request_id, released, pages, tags in stats.get("pages", ())
+        )
+        self._pages_whole = stats.get("pages_whole", False)
+        for verdict in stats.get("verdicts", ()):
+            request_id = verdict["request_id"]
+            live, ticket_id = self._live.get(request_id), self._condemned.pop(request_id, 0)
+            self._events.append(
+                ReplicaEvent(
+                    kind="tag_mismatch",
+                    ticket_id=live.ticket.ticket_id if live else ticket_id,
+                    request_id=request_id,
+                    position=verdict["position"],
+                    detail=verdict["text"],
+                )
+            )
+
+    def _condemn(self, output: Any, live: InFlight) -> None:
+        if output.stop_reason == PAGE_INTEGRITY:
+            self._condemned[output.request_id] = live.ticket.ticket_id
+            while len(self._condemned) > CONDEMNED_REMEMBERED:
+                del self._condemned[next(iter(self._condemned))]
+
+    async def _beat(self) -> None:
+        events, self._events = self._events, []
+        pages, self._pages = self._pages, ()
+        whole, self._pages_whole = self._pages_whole, False
+        heartbeat = Heartbeat(
+            replica_id=self.replica_id,
+            incarnation=self.incarnation,
+            occupancy=self.occupancy(),
+            events=tuple(events),
+            pages=pages,
+            pages_whole=whole,
+            counters={name: float(value) for name, value in self._stats["counters"].items()} | self._engine.totals(),
+        )
+        try:
+            reply: HeartbeatReply = await self.controller.heartbeat.remote(heartbeat)
+            if not reply.known:
+                self._tell_all_pages = True
+                await self.controller.join.remote(self.announcement())
+            if reply.fenced:
+                # Its tickets are elsewhere by now.
+                await self._abort(list(self._live))
+                await self._fail(f"{self.replica_id} was silent for too long and has been fenced")
+            if reply.cancel:
+                gone = dict(sorted(reply.cancel))  # the latest attempt of each ticket; a later one stays
+                dropped = {
+                    r: live
+                    for r, live in self._live.items()
+                    if live.ticket.attempt <= gone.get(live.ticket.ticket_id, 0)
+                }
+                await self._abort(list(dropped))
+                self._report_dropped(dropped)
+        except Exception as error:  # Ray's many ways to say that an actor is away
+            self._events = events + self._events
+            self._tell_all_pages = True
+            logger.warning("controller is not there: %s", error)
+            with contextlib.suppress(Exception):
+                self.controller = self._get_controller()
+
+    def occupancy(self) -> Occupancy:
+        stats = self._stats
+        elapsed_s = max(1e-9, (time.monotonic_ns() - self._totals.began_ns) / 1e9)
+        rate = self._totals.tokens_generated / elapsed_s
+        if elapsed_s > 10:
+            self._totals = _Totals(requests=self._totals.requests)
+        return Occupancy(
+            blocks_total=stats["blocks_total"],
+            blocks_free=stats["blocks_free"],
+            blocks_held=stats["blocks_held"],
+            blocks_quarantined=stats["blocks_quarantined"],
+            running=stats["running"],
+            waiting=stats["waiting"],
+            waiting_prompt_tokens=sum(
+                live.ticket.num_prompt_tokens for live in self._live.values() if not live.started
+            ),
+            tokens_per_s=rate,
+        )
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        in_engine = []
+        for request_id in request_ids:
+            live = self._live.get(request_id)
+            if live is None:
+                continue
+            live.aborted = True
+            if live.in_engine:
+                in_engine.append(request_id)
+                self._live.pop(request_id, None)
+                self._event("released", live, request_id)
+                if live.done is not None and not live.done.done():
+                    live.done.cancel()
+        if in_engine:
+            await self.core.abort_requests_async(in_engine)
+
+    async def _ask_transfer(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Raises `ReplicaError` when the node's transfer actor is away; the next call looks it up again."""
+        try:
+            return await asyncio.wait_for(getattr(self.transfer, method).remote(*args), timeout_s)
+        except TimeoutError:
+            raise ReplicaError(f"the transfer actor of node {self.node_id} is silent for {timeout_s:g} s") from None
+        except StagingError:
+            raise
+        except Exception as error:  # Ray's many ways to say that an actor is away
+            with contextlib.suppress(Exception):
+                self.transfer = self._get_transfer()
+            raise ReplicaError(f"the transfer actor of node {self.node_id} is away: {error}") from None
+
+    async def _tell_transfer(self, method: str, *args: Any) -> None:
+        """What it does not hear, the end of the lease tells it."""
+        try:
+            await self._ask_transfer(method, *args, timeout_s=BEGIN_READ_S)
+        except ReplicaError as error:
+            logger.warning("%s", error)
+
+    def _report_dropped(self, dropped: dict[str, InFlight]) -> None:
+        """They ended by the controller's wish: a frontend that still waits for one must not wait for ever."""
+
+    def _decode_request(self, frames: list[bytes]) -> Any:
+        return self._decoder.decode(frames)
+
+    def _encode(self, outputs: Any, share: list[Any]) -> list[bytes]:
+        """One message: `share` of the outputs."""
+        from vllm.v1.engine import EngineCoreOutputs
+
+        part = EngineCoreOutputs(
+            outputs=share,
+            timestamp=outputs.timestamp,
+            weight_version=outputs.weight_version,
+        )
+        return [bytes(frame) for frame in self._encoder.encode(part)]
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    def shutdown(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = []
+        self.core.shutdown()
+
+
+class PrefillServer(EngineServer):
+    role = Role.PREFILL
+
+    async def prefill(self, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
+        """Computes the ticket's prompt and seals its pages into staging. Cancelling the call aborts both."""
+        await self.start()
+        began = time.monotonic()
+        request = self._decode_request(frames)
+        num_tokens = len(request.prompt_token_ids)
+        wire = PageLayout.from_dict(ticket.wire_layout)
+        num_bytes = len(self.engines) * -(-num_tokens // wire.page_tokens) * wire.page_bytes
+        wait_s = ticket.deadline_s / 2 or 5.0
+        key = (ticket.ticket_id, ticket.attempt)
+        try:
+            lease: Lease | None = await self._ask_transfer(
+                "lease", *key, num_bytes, self.engines, wait_s, timeout_s=wait_s + 1.0
+            )
+        except BaseException:  # it may still be granted, to nobody
+            self._background(self._tell_transfer("drop_writer", *key, self.engines))
+            raise
+        if lease is None:
+            raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
+        order = SealParams(
+            ticket_id=ticket.ticket_id,
+            attempt=ticket.attempt,
+            num_tokens=num_tokens,
+            wire_layout=ticket.wire_layout,
+            lease=lease,
+        )
+        request.request_id = f"{ticket.request_id}.{ticket.attempt}"
+        assert request.sampling_params.max_tokens == 1, "prefill computes the prompt and one token"
+        request.sampling_params.extra_args = {"kv_transfer_params": to_params(order)}
+        live = InFlight(ticket, ticket.frontend_id, done=asyncio.get_running_loop().create_future())
+        self._live[request.request_id] = live
+        assert live.done is not None
+        try:
+            await self.core.add_request_async(request)
+            live.in_engine = True
+            self._event("prefill_started", live, ticket.request_id)
+            output, outputs = await live.done
+        except asyncio.CancelledError:
+            if live.in_engine:
+                await asyncio.shield(self._abort([request.request_id]))
+                # The worker half reports WriterDone once the engine has let go; then the bytes are given back.
+                await asyncio.shield(self._tell_transfer("release", [key]))
+            else:
+                await asyncio.shield(self._tell_transfer("drop_writer", *key, self.engines))
+            raise
+        except Exception:  # the engine is gone or hangs: the bytes are free when it cannot touch them any more
+            await self._tell_transfer("release", [key])
+            raise
+        finally:
+            self._live.pop(request.request_id, None)
+            self._event("released", live, ticket.request_id)
+        if str(output.finish_reason) not in ("length", "stop"):
+            await self._tell_transfer("release", [key])
+            raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
+        stats = output.prefill_stats
+        if stats is not None:
+            self._event("prompt_computed", live, ticket.request_id, num_tokens=stats.num_cached_tokens)
+        if str(output.finish_reason) == "length" and num_tokens + 1 < self.config.model_config.max_model_len:
+            output.finish_reason = None  # this engine was asked for one token; for its client the request goes on
+        return PrefillDone(
+            ticket_id=ticket.ticket_id,
+            attempt=ticket.attempt,
+            num_tokens=num_tokens,
+            num_cached_tokens=stats.num_cached_tokens if stats else 0,
+            seconds=time.monotonic() - began,
+            output=self._encode(outputs, [output]),
+        )
+
+    async def abort(self, ticket_ids: list[int]) -> None:
+        gone = set(ticket_ids)
+        await self._abort([r for r, live in self._live.items() if live.ticket.ticket_id in gone])
+
+    def _on_outputs(self, outputs: Any) -> None:
+        for output in outputs.outputs:
+            live = self._live.get(output.request_id)
+            if live is None or live.done is None:
+                continue
+            live.started = True
+            self._condemn(output, live)
+            if output.finish_reason is not None and not live.done.done():
+                live.done.set_result((output, outputs))
+
+
+class DecodeServer(EngineServer):
+    role = Role.DECODE
+
+    async def submit(self, frontend_id: str, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None) -> None:
+        """Adds a request to the engine; its tokens come out of `outputs(frontend_id)`."""
+        await self.start()
+        request = self._decode_request(frames)
+        live = InFlight(ticket, frontend_id)
+        self._live[request.request_id] = live
+        try:
+            if hand_over is not None:
+                lease = await self._begin_read(hand_over)
+                if isinstance(lease, Verdict):
+                    # The bytes are not to be had; decode computes the prompt itself.
+                    tokens = len(request.prompt_token_ids or ())
+                    self._event("recomputed", live, ticket.request_id, num_tokens=tokens, detail=str(lease))
+                elif live.aborted:
+                    await self._tell_transfer("drop_reader", ticket.ticket_id, ticket.attempt, self.engines)
+                elif request.sampling_params is not None:
+                    extra = dict(request.sampling_params.extra_args or {})
+                    local = msgspec.structs.replace(hand_over, lease=lease)
+                    extra["kv_transfer_params"] = to_params(OpenParams(hand_over=local))
+                    request.sampling_params.extra_args = extra
+            if live.aborted:
+                self._live.pop(request.request_id, None)
+                return
+            await self.core.add_request_async(request)
+            live.in_engine = True
+        except BaseException:
+            self._live.pop(request.request_id, None)
+            if hand_over is not None:
+                key = (ticket.ticket_id, ticket.attempt)
+                self._background(self._tell_transfer("drop_reader", *key, self.engines))
+            raise
+        if self._was_aborted(live):  # while the request was on its way into the engine
+            await self._abort([request.request_id])
+
+    async def _begin_read(self, hand_over: HandOver) -> Lease | Verdict:
+        wait_s = min(BEGIN_READ_S, hand_over.deadline_s)
+        try:
+            found: Lease | Verdict = await self._ask_transfer(
+                "begin_read", hand_over, self.engines, wait_s, timeout_s=wait_s + 1.0
+            )
+        except ReplicaError as error:
+            logger.warning("ticket %d: %s", hand_over.ticket_id, error)
+            key = (hand_over.ticket_id, hand_over.attempt)
+            self._background(self._tell_transfer("drop_reader", *key, self.engines))  # it may still come to it
+            return Verdict.MISSING
+        return found
+
+    @staticmethod
+    def _was_aborted(live: InFlight) -> bool:
+        return live.aborted
+
+    async def abort(self, frontend_id: str, request_ids: list[str]) -> None:
+        await self._abort(request_ids)
+
+    async def outputs(self, frontend_id: str) -> AsyncGenerator[list[bytes], None]:
+        """Every engine step's `EngineCoreOutputs` for this frontend, as MessagePack frames.
+
+        When the stream is closed, whatever that frontend still has here is aborted.
+        """
+        await self.start()
+        queue: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
+        self._streams[frontend_id] = queue
+        try:
+            yield []  # the stream stands
+            while (frames := await queue.get()) is not None:
+                yield frames
+            raise ReplicaError(self._failure or f"{self.replica_id} has ended the stream")
+        finally:
+            if self._streams.get(frontend_id) is queue:
+                del self._streams[frontend_id]
+                await asyncio.shield(
+                    self._abort([r for r, live in self._live.items() if live.frontend_id == frontend_id])
+                )
+
+    def _on_outputs(self, outputs: Any) -> None:
+        mine: dict[str, list[Any]] = {}
+        for output in outputs.outputs:
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue
+            mine.setdefault(live.frontend_id, []).append(output)
+            self._totals.tokens_generated += len(output.new_token_ids)
+            if not live.started and output.new_token_ids:
+                live.started = True
+                self._event("decode_started", live, live.ticket.request_id)
+                if output.prefill_stats is not None and live.ticket.prefill is None:
+                    cached = output.prefill_stats.num_cached_tokens
+                    self._event("prompt_computed", live, live.ticket.request_id, num_tokens=cached)
+            self._condemn(output, live)
+            if output.finish_reason is not None:
+                del self._live[output.request_id]
+                self._event("released", live, live.ticket.request_id)
+        # Not the scheduler's statistics: they are this replica's, not a frontend's; the heartbeat has their totals.
+        for frontend_id, queue in self._streams.items():
+            if share := mine.get(frontend_id):
+                queue.put_nowait(self._encode(outputs, share))
+
+    def _report_dropped(self, dropped: dict[str, InFlight]) -> None:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+        for request_id, live in dropped.items():
+            if (queue := self._streams.get(live.frontend_id)) is not None:
+                output = EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
+                queue.put_nowait(self._encode(EngineCoreOutputs(timestamp=time.monotonic()), [output]))

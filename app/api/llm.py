@@ -1,0 +1,76 @@
+"""vLLM's own AsyncLLM on our engine core client."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import async_llm
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import Executor
+
+from app.api.errors import RequestErrorResponse, to_exception
+from app.request.core_client import GROUP, LEAVING, FerryCoreClient
+from app.request.group import SequenceGroup
+from app.request.state import RequestError
+
+
+class FerryLLM(AsyncLLM):
+    """Everything but the engine core is vLLM's: templates, tokens, parsers, n, logprobs, stop strings, usage."""
+
+    def __init__(self, vllm_config: VllmConfig, client: FerryCoreClient, **options: Any) -> None:
+        class Core:
+            """In place of vLLM's factory while the constructor runs; nothing of vLLM is changed afterwards."""
+
+            @staticmethod
+            def make_async_mp_client(**_: Any) -> FerryCoreClient:
+                return client
+
+        with patch.object(async_llm, "EngineCoreClient", Core):
+            super().__init__(vllm_config, Executor.get_class(vllm_config), **options)
+        client.on_fault = self._fail
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        count = params.n if isinstance(params, SamplingParams) else 1
+        group = SequenceGroup(count)
+        token = GROUP.set(group)
+        try:
+            queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
+            # One of the sequences has failed while others were being added.
+            if isinstance(queue.output, RequestErrorResponse):
+                await self.abort(queue.request_id, internal=True)
+            return queue
+        finally:
+            GROUP.reset(token)
+            self.engine_core.close_group(group)
+
+    async def _add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            await super()._add_request(request, *args, **kwargs)
+        except BaseException:
+            # vLLM registers a request before its engine has taken it; ours may refuse.
+            self.output_processor.abort_requests([request.request_id], internal=True)
+            raise
+
+    async def abort(self, request_id: Any, internal: bool = False) -> None:
+        token = LEAVING.set(True)
+        try:
+            await super().abort(request_id, internal)
+        finally:
+            LEAVING.reset(token)
+
+    def _fail(self, request_id: str, fault: RequestError) -> None:
+        """A request has failed after it was added: its generator raises the error instead of ending quietly.
+
+        With n > 1 the error is the whole answer, so the other sequences end as well.
+        """
+        processor = self.output_processor
+        state = processor.request_states.get(request_id)
+        processor.abort_requests([request_id], internal=True)
+        if state is None or state.queue is None:
+            return
+        state.queue.put(to_exception(fault))
+        if state.parent_req is not None:
+            self.engine_core.cancel(processor.abort_requests([state.queue.request_id], internal=True))

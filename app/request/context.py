@@ -1,0 +1,45 @@
+"""What one HTTP request knows of its caller, visible to everything that runs on its behalf."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from contextvars import Context, ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from app.request.state import RequestError
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Caller:
+    """Set by the guard for every HTTP request. `fault` is how the request failed inside, for the response headers."""
+
+    tenant: str = ""
+    session: str = ""
+    fault: RequestError | None = None
+
+
+CALLER: ContextVar[Caller | None] = ContextVar("pageferry_caller", default=None)
+
+
+def current() -> Caller:
+    """The caller of the running request; an anonymous one outside HTTP."""
+    return CALLER.get() or Caller()
+
+
+def cache_salt(tenant: str) -> str:
+    """The prefix-cache salt of a tenant: equal on every frontend, never equal between tenants."""
+    return hashlib.sha256(f"pageferry tenant {tenant}".encode()).hexdigest()[:32]
+
+
+def detached(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task that belongs to no HTTP request.
+
+    Ray and Serve remember in context variables on whose behalf a call is made, and cancel all calls of a request whose
+    client is gone: also one that other requests live on, as a replica's output stream. What ends a call is our story.
+    """
+    return asyncio.get_running_loop().create_task(work, context=Context())

@@ -1,0 +1,313 @@
+"""FerryCoreClient: stands where AsyncLLM expects its engine core, and serves each request from two pools.
+
+It only carries: what to do next is `app.request.state`, which request form goes where is `app.request.eligibility`.
+One `RequestDriver` a request performs the state machine's actions and has one `finally` that gives everything back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from actors.messages import AdmitRequest, Claim, FrontendCommand, ReplicaId, Role
+from app.request import context, eligibility
+from app.request.decode_stream import DecodeStream
+from app.request.driver import RequestDriver
+from app.request.group import SequenceGroup
+from app.request.state import Broken, Cancelled, Event, Finished, PrefillLost, RequestError
+from app.rpc.ports import ControllerGone, ControllerPort, DecodePort, PrefillPort
+
+logger = logging.getLogger("pageferry.frontend")
+
+# How many sequences the request that is being added has (n), and their shared ticket; set round AsyncLLM.add_request.
+GROUP: ContextVar[SequenceGroup | None] = ContextVar("pageferry_family", default=None)
+# True while AsyncLLM aborts because the client is gone, not because a stop string was found.
+LEAVING: ContextVar[bool] = ContextVar("pageferry_leaving", default=False)
+
+
+LEAVING_REMEMBERED = 256
+
+
+def _alone() -> SequenceGroup:
+    group = SequenceGroup(1)
+    group.closed = True
+    return group
+
+
+Observer = Callable[[str, float, dict[str, str]], None]
+
+
+def _nobody(name: str, value: float, labels: dict[str, str]) -> None:
+    pass
+
+
+class FerryCoreClient:
+    """The part of vLLM's `EngineCoreClient` that AsyncLLM and the OpenAI server use.
+
+    `num_engines` is how many decode replicas there can be at once: each has an engine index in vLLM's own metrics.
+    `retries_mismatch`: a request whose block table named a page that is not its own is run again elsewhere, once.
+    `on_fault(request_id, fault)` is called when a request fails after it was added.
+    """
+
+    def __init__(
+        self,
+        frontend_id: str,
+        controller: ControllerPort,
+        prefill: PrefillPort,
+        decode: DecodePort,
+        *,
+        block_tokens: int,
+        caches_prefixes: bool = True,
+        num_engines: int = 1,
+        tokenizer: str = "",
+        retries_mismatch: bool = False,
+        observe: Observer = _nobody,
+    ) -> None:
+        self.frontend_id = frontend_id
+        self.controller = controller
+        self.prefill = prefill
+        self.decode = decode
+        self.block_tokens = block_tokens
+        self.tokenizer = tokenizer
+        self.caches_prefixes = caches_prefixes
+        self.retries_mismatch = retries_mismatch
+        self.observe = observe
+        self.on_fault: Callable[[str, RequestError], None] = lambda request_id, fault: None
+        self.runs: dict[str, RequestDriver] = {}
+        self.links: dict[ReplicaId, DecodeStream] = {}
+        self._leaving: dict[ReplicaId, None] = {}
+        self.groups: dict[int, SequenceGroup] = {}  # by ticket id, live ones
+        self._releasing: set[asyncio.Task[None]] = set()
+        # vLLM's surface
+        self.engine_ranks_managed = list(range(num_engines))
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._free_indices = list(reversed(range(num_engines)))
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._supported_tasks: tuple[Any, ...] | None = None
+
+    # -- requests
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Returns once the request is admitted. Raises what the client should see when it is not."""
+        if self.resources.engine_dead:
+            raise EngineDeadError()
+        if request.resumable:
+            raise VLLMValidationError("streaming input is not supported by this service")
+        params = request.sampling_params
+        for name in eligibility.INTERNAL_ARGS:
+            if params is not None and name in (params.extra_args or {}):
+                raise VLLMValidationError(f"{name} is an internal field and not accepted", parameter=name)
+        caller = context.current()
+        if caller.tenant:
+            request = msgspec.structs.replace(request, cache_salt=context.cache_salt(caller.tenant))
+        group = GROUP.get() or _alone()
+        run = RequestDriver(self, request, group, caller)
+        self.runs[request.request_id] = run
+        group.join(run)
+        run.start()
+        try:
+            await run.admitted
+        except asyncio.CancelledError:
+            run.tell(Cancelled())
+            raise
+
+    def admit_request(self, request: EngineCoreRequest, num_sequences: int, caller: context.Caller) -> AdmitRequest:
+        params, prompt = request.sampling_params, request.prompt_token_ids or ()
+        num_prompt = len(prompt) or (0 if request.prompt_embeds is None else len(request.prompt_embeds))
+        return AdmitRequest(
+            request_id=request.request_id,
+            frontend_id=self.frontend_id,
+            num_prompt_tokens=num_prompt,
+            max_tokens=(params.max_tokens or 1) if params is not None else 1,
+            num_sequences=num_sequences,
+            disaggregate=eligibility.disaggregates(request),
+            prefix_hashes=eligibility.prefix_hashes(prompt, self.block_tokens, request.cache_salt),
+            session=request.session_id or caller.session,
+            tenant=caller.tenant,
+            priority=-request.priority,  # vLLM's API: lower comes earlier
+            tokenizer=self.tokenizer,
+        )
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Acts at once: every phase hears of it before this returns; what is left to do runs on by itself."""
+        self._tell(request_ids, Cancelled() if LEAVING.get() else Finished())
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Nobody reads their tokens any more."""
+        self._tell(request_ids, Cancelled())
+
+    def _tell(self, request_ids: list[str], event: Event) -> None:
+        for request_id in request_ids:
+            if run := self.runs.get(request_id):
+                run.tell(event)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    # -- links to decode replicas
+
+    def link(self, replica_id: ReplicaId) -> DecodeStream:
+        link = self.links.get(replica_id)
+        if link is None or link.closed:
+            index = self._free_indices.pop() if self._free_indices else 0
+            link = DecodeStream(
+                replica_id,
+                index,
+                self.decode.outputs(replica_id),
+                self._outputs.put_nowait,
+                self._link_closed,
+                lambda: any(f.ticket is not None and f.ticket.decode == replica_id for f in self.groups.values()),
+            )
+            link.leaving = replica_id in self._leaving
+            self.links[replica_id] = link
+        return link
+
+    def _link_closed(self, link: DecodeStream) -> None:
+        if self.links.get(link.replica_id) is link:
+            del self.links[link.replica_id]
+        if link.engine_index not in self._free_indices:
+            self._free_indices.append(link.engine_index)
+
+    def replica_leaving(self, replica_id: ReplicaId) -> None:
+        """No new tickets will name it: its stream ends with its last request, so that it can leave."""
+        self._leaving[replica_id] = None
+        while len(self._leaving) > LEAVING_REMEMBERED:
+            del self._leaving[next(iter(self._leaving))]
+        if link := self.links.get(replica_id):
+            link.close_when_empty()
+
+    # -- tickets
+
+    def hold(self, group: SequenceGroup) -> None:
+        """From now on the ticket is ours to end. Its stream is opened at once: a replica with one does not leave."""
+        if group.ticket is not None:
+            self.groups[group.ticket.ticket_id] = group
+            self.link(group.ticket.decode)
+        self._settle()  # it may have been somewhere else before
+
+    def _settle(self) -> None:
+        for link in list(self.links.values()):
+            link.settle()
+
+    def close_group(self, group: SequenceGroup) -> None:
+        """No more sequences of this prompt will come."""
+        group.closed = True
+        if group.idle and group.request is not None:
+            task = context.detached(self.release_when_idle(group))
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+
+    async def release_when_idle(self, group: SequenceGroup) -> None:
+        if not group.idle or group.released:
+            return
+        try:
+            await group.release(self.controller)
+        except ControllerGone:
+            logger.warning("ticket %s could not be ended: the controller is away", group.ticket)
+        finally:
+            if group.ticket is not None:
+                self.groups.pop(group.ticket.ticket_id, None)
+                self._settle()
+
+    def live_tickets(self) -> tuple[int, ...]:
+        return tuple(self.groups)
+
+    def claims(self) -> tuple[Claim, ...]:
+        return tuple(claim for group in self.groups.values() if (claim := group.claim()) is not None)
+
+    def obey(self, order: FrontendCommand) -> None:
+        """The controller has seen what concerns one of our tickets. What concerns an older attempt is absorbed."""
+        group = self.groups.get(order.ticket_id)
+        if group is None or group.ticket is None:
+            return
+        if order.kind == "cancelled":
+            if order.attempt >= group.ticket.attempt:
+                group.tell(Broken(f"the controller gave this request up: {order.reason}", 503))
+        elif order.attempt != group.ticket.attempt:
+            return
+        elif order.role is Role.PREFILL:
+            group.tell(PrefillLost(order.reason))
+        else:
+            for run in list(group.members.values()):
+                if order.kind == "lost" or run.movable:
+                    run.decode_lost(order.replica_id, order.reason)
+
+    def run_ended(self, run: RequestDriver, fault: RequestError | None) -> None:
+        self.runs.pop(run.request_id, None)
+        if fault is not None:
+            self.on_fault(run.request_id, fault)
+
+    # -- the rest of vLLM's surface
+
+    async def get_supported_tasks_async(self) -> tuple[Any, ...]:
+        if self._supported_tasks is None:
+            results = await self.decode.utility("get_supported_tasks", [])
+            self._supported_tasks = tuple(results[0])
+        return self._supported_tasks
+
+    async def _everywhere(self, method: str, *args: Any) -> list[Any]:
+        return await self.decode.utility(method, list(args))
+
+    async def reset_prefix_cache_async(self, reset_running: bool = False, reset_connector: bool = False) -> bool:
+        return all(await self._everywhere("reset_prefix_cache", reset_running, reset_connector))
+
+    async def reset_mm_cache_async(self) -> None:
+        await self._everywhere("reset_mm_cache")
+
+    async def reset_encoder_cache_async(self) -> None:
+        await self._everywhere("reset_encoder_cache")
+
+    async def add_lora_async(self, lora_request: Any) -> bool:
+        return all(await self._everywhere("add_lora", lora_request))
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        return all(await self._everywhere("remove_lora", lora_id))
+
+    async def list_loras_async(self) -> set[int]:
+        return set[int]().union(*await self._everywhere("list_loras"))
+
+    async def pin_lora_async(self, lora_id: int) -> bool:
+        return all(await self._everywhere("pin_lora", lora_id))
+
+    async def is_sleeping_async(self) -> bool:
+        return any(await self._everywhere("is_sleeping"))
+
+    async def is_scheduler_paused_async(self) -> bool:
+        return any(await self._everywhere("is_scheduler_paused"))
+
+    async def get_weight_version_async(self) -> str:
+        return str((await self._everywhere("get_weight_version"))[0])
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        return {}
+
+    def dp_engines_running(self) -> bool:
+        return bool(self.runs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_async"):
+            raise NotImplementedError(f"{name.removesuffix('_async')} is not offered by a service of many engines")
+        raise AttributeError(name)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.resources.engine_dead = True
+        for run in list(self.runs.values()):
+            run.tell(Cancelled())
+        for link in list(self.links.values()):
+            link.close("the frontend is shutting down")
+
+    async def drained(self, timeout_s: float) -> None:
+        """Waits until every request has given back what it held."""
+        until = time.monotonic() + timeout_s
+        while (self.runs or self.groups or self._releasing) and time.monotonic() < until:
+            await asyncio.sleep(0.05)

@@ -1,0 +1,129 @@
+"""One decode replica's output stream: one message an engine step with all of this frontend's requests in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from actors.messages import ReplicaId
+from app.request.context import detached
+from app.rpc.ports import ReplicaGone
+
+logger = logging.getLogger("pageferry.frontend")
+
+
+class Receiver(Protocol):
+    def accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """The output as vLLM's output processor should see it; None swallows it."""
+        ...
+
+    def decode_lost(self, replica_id: ReplicaId, reason: str) -> None: ...
+
+
+class DecodeStream:
+    """Reads the stream for as long as the replica lives and tells every receiver when it ends."""
+
+    def __init__(
+        self,
+        replica_id: ReplicaId,
+        engine_index: int,
+        stream: AsyncIterator[list[bytes]],
+        emit: Callable[[EngineCoreOutputs], None],
+        on_closed: Callable[[DecodeStream], None],
+        expected: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.replica_id = replica_id
+        self.engine_index = engine_index
+        self.closed = False
+        self._open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._receivers: dict[str, Receiver] = {}  # by the request's id in that engine
+        self._stream = stream
+        self._emit = emit
+        self._on_closed = on_closed
+        self._expected = expected
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.leaving = False  # close with the last receiver
+        self._reason = ""
+        self._pump_task = detached(self._pump())
+
+    async def standing(self) -> None:
+        """Returns once the replica has taken the stream: only then do outputs go anywhere. Raises when it is gone."""
+        await asyncio.shield(self._open)
+
+    def register(self, engine_id: str, receiver: Receiver) -> None:
+        self._receivers[engine_id] = receiver
+
+    def forget(self, engine_id: str) -> None:
+        """Later outputs of this id are dropped: no token of a given-up attempt gets through."""
+        self._receivers.pop(engine_id, None)
+        self.settle()
+
+    def close_when_empty(self) -> None:
+        self.leaving = True
+        self.settle()
+
+    def settle(self) -> None:
+        """The open stream keeps a leaving replica: it ends when nothing of this frontend is or will be there."""
+        if self.leaving and not self._receivers and not self._expected():
+            self.close("the replica is leaving and this frontend has nothing there")
+
+    def close(self, reason: str) -> None:
+        if not self.closed:
+            self._reason = reason
+            self._pump_task.cancel()
+
+    async def _pump(self) -> None:
+        reason = "its output stream ended"
+        try:
+            async for frames in self._stream:
+                if not self._open.done():
+                    self._open.set_result(None)
+                if frames:
+                    self.deliver(frames)
+        except asyncio.CancelledError:
+            reason = self._reason or "the link was closed"
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            self.closed = True
+            if not self._open.done():
+                self._open.set_exception(ReplicaGone(self.replica_id, reason))
+                self._open.exception()  # there may be nobody waiting
+            self._on_closed(self)
+            receivers, self._receivers = list(self._receivers.values()), {}
+            for receiver in receivers:
+                receiver.decode_lost(self.replica_id, reason)
+            if (close := getattr(self._stream, "aclose", None)) is not None:
+                await close()
+
+    def deliver(self, frames: list[bytes], to: Receiver | None = None) -> None:
+        """Passes on what an engine has put out. `to`: whose all of it is; None: the ids say it."""
+        outputs = self._decoder.decode(frames)
+        # The engine's clock is another machine's; shifting keeps its intervals and makes them comparable here.
+        now = time.monotonic()
+        shift = now - outputs.timestamp
+        kept = []
+        for output in outputs.outputs:
+            receiver = to or self._receivers.get(output.request_id)
+            if receiver is None:
+                continue
+            accepted = receiver.accept(output)
+            if accepted is None:
+                continue
+            for event in accepted.events or ():
+                event.timestamp += shift
+            kept.append(accepted)
+        if not kept and outputs.scheduler_stats is None:
+            return
+        outputs.outputs = kept
+        outputs.timestamp = now
+        outputs.engine_index = self.engine_index
+        outputs.finished_requests = None
+        outputs.utility_output = None
+        self._emit(outputs)

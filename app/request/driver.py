@@ -1,0 +1,395 @@
+"""One request on its way: performs the story's actions and gives everything back in one `finally`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from actors.messages import PAGE_INTEGRITY, HandOver, Outcome, ReplicaId, Ticket, Verdict
+from app.api.errors import to_exception
+from app.request import eligibility, state
+from app.request.context import Caller, detached
+from app.request.decode_stream import DecodeStream
+from app.request.emitted import EmittedTokens, ReplayDiffers
+from app.request.group import SequenceGroup
+from app.request.state import (
+    Action,
+    Admit,
+    Admitted,
+    AwaitHandOver,
+    Broken,
+    DecodeLost,
+    End,
+    Event,
+    Finished,
+    HandedOver,
+    LeaderArrived,
+    NoHandOver,
+    PageMismatch,
+    Phase,
+    Prefill,
+    Prefilled,
+    PrefillLost,
+    Recovery,
+    ReportLost,
+    RequestError,
+    Submit,
+    Submitted,
+    WaitForLeader,
+)
+from app.rpc.ports import ControllerGone, ReplicaGone
+
+if TYPE_CHECKING:
+    from app.request.core_client import FerryCoreClient
+
+logger = logging.getLogger("pageferry.frontend")
+
+CONTROL_S = 10.0  # a call that only passes something on (submit, abort) takes milliseconds; this is the time-out
+LINK_S = 30.0  # opening the output stream of a replica that is just starting
+
+
+class RequestDriver:
+    def __init__(
+        self, client: FerryCoreClient, request: EngineCoreRequest, group: SequenceGroup, caller: Caller
+    ) -> None:
+        self.client = client
+        self.request = request
+        self.request_id = request.request_id
+        self.group = group
+        self.caller = caller
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.emitted = EmittedTokens(request.request_id, client.block_tokens if client.caches_prefixes else None)
+        self._state, self._first = state.begin(eligibility.recovery_of(request), client.retries_mismatch)
+        self._inbox: deque[Event] = deque()
+        self._wake: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stream: DecodeStream | None = None
+        self._engine_id = ""
+        self._submissions = 0
+        self._silent = True  # the current submission has sent nothing yet
+        self._engine_finished = False
+        self._hand_over: asyncio.Future[HandOver | Verdict] | None = None
+        self._deadline = 0.0
+
+    # -- from outside
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.emitted.tokens
+
+    @property
+    def place(self) -> tuple[Ticket, str] | None:
+        """The ticket and the request's id in decode's engine ("" before it is there); None before it is admitted."""
+        return None if self._state.ticket is None else (self._state.ticket, self._engine_id)
+
+    @property
+    def decoding(self) -> bool:
+        return self._state.phase in (Phase.SUBMIT, Phase.STREAM)
+
+    @property
+    def movable(self) -> bool:
+        """Whether it can go on elsewhere exactly; if not it stays on a replica that is leaving, which waits for it."""
+        return not self.tokens or self._state.recovery is not Recovery.NONE
+
+    def start(self) -> None:
+        self._task = detached(self._main())
+
+    def tell(self, event: Event) -> None:
+        self._inbox.append(event)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def left_behind(self, attempt: int) -> None:
+        """A sibling has got the ticket's next attempt; every engine drops what is left of this one."""
+        ticket = self._state.ticket
+        if ticket is not None and ticket.attempt <= attempt:
+            self.decode_lost(ticket.decode, "the request goes on elsewhere")
+
+    def decode_lost(self, replica_id: ReplicaId, reason: str) -> None:
+        if self._stream is not None and self._stream.replica_id == replica_id:
+            self._unregister()  # a token that leaves after it was counted here would be computed twice
+        self.tell(DecodeLost(replica_id, reason, len(self.tokens)))
+
+    def accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Called by the link for every output of the current submission."""
+        if output.finish_reason is FinishReason.ABORT:
+            # Not by our wish, or we would not listen any more: the controller had the replica drop it.
+            replica = self._stream.replica_id if self._stream is not None else ""
+            self._unregister()
+            self.decode_lost(replica, "its replica was told to drop it")
+            return None
+        if output.finish_reason is FinishReason.ERROR and output.stop_reason == PAGE_INTEGRITY:
+            # It carries no token. What the client is told is the story's; vLLM would say "Internal server error".
+            self._page_mismatch()
+            return None
+        first = not self.tokens
+        if self._silent and output.new_token_ids:
+            self._silent = False
+            self.group.leader_arrived(self._attempt, self.request_id)
+        try:
+            taken = self.emitted.take(output)
+        except ReplayDiffers as error:
+            self._unregister()
+            self.tell(Broken(str(error)))
+            return None
+        if first and self.tokens:
+            self.client.observe("first_token", self.emitted.first_token - self.emitted.began, {})
+        if output.finish_reason is not None:
+            self._engine_finished = True
+            failed = output.finish_reason is FinishReason.ERROR
+            self.tell(Finished(Outcome.FAILED if failed else Outcome.DONE))
+        return taken
+
+    def _page_mismatch(self) -> None:
+        replica = self._stream.replica_id if self._stream is not None else ""
+        name = self.request.external_req_id or self.request_id
+        self._unregister()
+        self._engine_finished = True
+        earlier = self.group.mismatch(self._attempt)
+        stay = any(not sibling.movable for sibling in self.group.members.values() if sibling is not self)
+        self.tell(PageMismatch(replica, name, len(self.tokens), earlier, stay))
+
+    # -- the loop
+
+    async def _main(self) -> None:
+        end = End(Outcome.FAILED, RequestError(500, "internal error"))
+        try:
+            end = await self._run_to_end()
+        except Exception as error:
+            logger.exception("request %s", self.request_id)
+            end = End(Outcome.FAILED, RequestError(500, f"{type(error).__name__}: {error}"))
+        except asyncio.CancelledError:
+            end = End(Outcome.CANCELLED, RequestError(503, "the frontend is shutting down"))
+        finally:
+            await self._give_back(end)
+
+    async def _run_to_end(self) -> End:
+        action = self._first
+        while not isinstance(action, End):
+            if not isinstance(action, Admit) and not self.admitted.done():
+                self.admitted.set_result(None)
+            action = await self._next(action)
+        return action
+
+    async def _next(self, action: Action) -> Action:
+        """Performs `action`; the next one is whatever the story says to what came first, its result or the outside."""
+        operation = asyncio.ensure_future(self._perform(action))
+        try:
+            while True:
+                while self._inbox:
+                    self._state, following = state.step(self._state, self._inbox.popleft())
+                    if following is not None:
+                        return following
+                if operation.done():
+                    event = Broken("a call was cancelled", 503) if operation.cancelled() else operation.result()
+                    self._state, following = state.step(self._state, event)
+                    if following is None:
+                        raise RuntimeError(f"{event} does not belong into phase {self._state.phase}")
+                    return following
+                self._wake = asyncio.get_running_loop().create_future()
+                await asyncio.wait((operation, self._wake), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._wake = None
+            if not operation.done():
+                operation.cancel()
+                await asyncio.gather(operation, return_exceptions=True)
+
+    # -- actions
+
+    @property
+    def _attempt(self) -> int:
+        return self._state.ticket.attempt if self._state.ticket is not None else 0
+
+    async def _perform(self, action: Action) -> Event:
+        match action:
+            case Admit():
+                return await self._admit()
+            case Prefill():
+                return await self._prefill(action.ticket)
+            case AwaitHandOver():
+                return await self._await_hand_over(action.ticket)
+            case WaitForLeader():
+                await self.group.wait_for_leader(action.ticket.attempt)
+                return LeaderArrived()
+            case Submit():
+                return await self._submit(action)
+            case ReportLost():
+                return await self._lost(action)
+            case _:
+                await asyncio.get_running_loop().create_future()  # streaming: the outside will tell
+                raise AssertionError("unreachable")
+
+    async def _admit(self) -> Event:
+        started = time.monotonic()
+        request = self.client.admit_request(self.request, self.group.num_sequences, self.caller)
+        try:
+            answer = await self.group.admit(self, request, self.client.controller)
+        except ControllerGone as error:
+            return Broken(str(error), 503)
+        self.client.hold(self.group)
+        self.client.observe("admit", time.monotonic() - started, {})
+        return answer
+
+    async def _lost(self, report: ReportLost) -> Event:
+        self._unregister()
+        self._drop_hand_over()
+        if not self.group.mismatched(report.ticket.attempt):
+            self.client.observe("lost", 1, {"role": str(report.role)})
+        try:
+            answer = await self.group.lost(self, report, self.client.controller)
+        except ControllerGone as error:
+            return Broken(str(error), 503)
+        if isinstance(answer, Admitted):
+            self.client.hold(self.group)
+            if report.page_integrity and answer.leader:
+                self.client.observe("page_integrity_retry", 1, {})
+        return answer
+
+    def _now(self) -> EngineCoreRequest:
+        """The request as it has to be computed from here on."""
+        request = self.request
+        if self.tokens and self._state.recovery is Recovery.RESUME:
+            request = eligibility.as_continuation(request, self.tokens)
+        if self.group.mismatches_before(self._attempt):
+            assert self._state.ticket is not None
+            request = eligibility.with_private_cache_salt(request, self._state.ticket.ticket_id)
+        return request
+
+    async def _prefill(self, ticket: Ticket) -> Event:
+        assert ticket.prefill is not None
+        started = time.monotonic()
+        self._deadline = started + ticket.deadline_s
+        self.emitted.cached_tokens = None
+        # Asked for now, so that the answer is on its way the moment the last page is sealed.
+        self._hand_over = asyncio.ensure_future(
+            self.client.controller.hand_over(ticket.ticket_id, ticket.attempt, ticket.deadline_s)
+        )
+        request = self._now()
+        samples = self.group.num_sequences == 1 and eligibility.samples_at_prefill(request, self._state.recovery)
+        frames = encode(eligibility.for_prefill(request, samples))
+        try:
+            done = await asyncio.wait_for(
+                self.client.prefill.prefill(ticket.prefill, ticket, frames), ticket.deadline_s
+            )
+        except TimeoutError:
+            return PrefillLost(f"no answer within transfer.hand_over_s {ticket.deadline_s:g}")
+        except Exception as error:
+            return PrefillLost(f"{type(error).__name__}: {error}".splitlines()[0])
+        if not self.tokens:
+            self.emitted.cached_tokens = done.num_cached_tokens
+        self.client.observe("prefill", time.monotonic() - started, {})
+        self.client.observe("prefill_replica", done.seconds, {})
+        if samples and done.output:
+            # The client has its token now; decode opens the pages meanwhile and goes on after it.
+            self.client.link(ticket.decode).deliver(done.output, to=self)
+        return Prefilled()
+
+    async def _await_hand_over(self, ticket: Ticket) -> Event:
+        assert self._hand_over is not None
+        started = time.monotonic()
+        rest = max(0.1, self._deadline - started)
+        waiting, self._hand_over = self._hand_over, None
+        try:
+            answer = await asyncio.wait_for(waiting, rest)
+        except TimeoutError:
+            answer = Verdict.MISSING
+        except ControllerGone:
+            answer = Verdict.STALE  # nobody has the proof: decode can still compute the prompt
+        self.client.observe("hand_over", time.monotonic() - started, {})
+        return HandedOver(answer) if isinstance(answer, HandOver) else NoHandOver(answer)
+
+    def _drop_hand_over(self) -> None:
+        if self._hand_over is not None:
+            self._hand_over.cancel()
+            self._hand_over = None
+
+    async def _submit(self, action: Submit) -> Event:
+        started = time.monotonic()
+        ticket, replica = action.ticket, action.ticket.decode
+        if action.hand_over is None:
+            self.emitted.cached_tokens = None
+        self._unregister()
+        self._silent = True
+        self._engine_finished = False
+        self._submissions += 1
+        self._engine_id = self.request_id if self._submissions == 1 else f"{self.request_id}~{self._submissions}"
+        self.emitted.new_engine(replays=self._state.recovery is Recovery.REPLAY)
+        self._stream = self.client.link(replica)
+        self._stream.register(self._engine_id, self)
+        frames = encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
+        if self.tokens and self._submissions > 1:
+            self.client.observe("resumed", 1, {})
+        call: asyncio.Future[None] | None = None
+        try:
+            await asyncio.wait_for(self._stream.standing(), LINK_S)
+            call = asyncio.ensure_future(self.client.decode.submit(replica, frames, ticket, action.hand_over))
+            await asyncio.wait_for(asyncio.shield(call), CONTROL_S)
+        except asyncio.CancelledError:
+            # It may or may not have reached decode: it is let through, and the abort comes after it.
+            if call is not None:
+                await asyncio.wait((call,), timeout=CONTROL_S)
+            raise
+        except (ReplicaGone, TimeoutError) as error:
+            return DecodeLost(replica, str(error) or f"no answer within {CONTROL_S:g} s", len(self.tokens))
+        except Exception as error:
+            logger.warning("decode %s refused request %s: %r", replica, self.request_id, error)
+            return DecodeLost(replica, f"refused: {error}".splitlines()[0], len(self.tokens))
+        self.client.observe("submit", time.monotonic() - started, {})
+        return Submitted()
+
+    # -- giving back
+
+    def _unregister(self) -> None:
+        if self._stream is not None:
+            self._stream.forget(self._engine_id)
+            self._stream = None
+
+    async def _give_back(self, end: End) -> None:
+        self._drop_hand_over()
+        engine_id, ticket = self._engine_id, self._state.ticket
+        self._unregister()
+        self._report(end)
+        try:
+            if engine_id and not self._engine_finished and ticket is not None:
+                await asyncio.wait_for(self.client.decode.abort(ticket.decode, [engine_id]), CONTROL_S)
+        except (ReplicaGone, TimeoutError):
+            pass  # a replica that is gone has aborted everything; a silent one is fenced by the controller
+        except Exception:
+            logger.exception("aborting %s on %s", engine_id, ticket and ticket.decode)
+        finally:
+            self.group.leave(self, end.outcome)
+            await self.client.release_when_idle(self.group)
+
+    def _report(self, end: End) -> None:
+        """Tells the client side, before anything is given back: who waits learns it at once."""
+        fault = end.fault
+        if fault is not None:
+            self.caller.fault = fault
+        self._observe_end(end)
+        if not self.admitted.done():
+            if fault is not None:
+                self.admitted.set_exception(to_exception(fault))
+                fault = None
+            else:
+                self.admitted.set_result(None)
+        self.client.run_ended(self, fault)
+
+    def _observe_end(self, end: End) -> None:
+        if (gap_s := self.emitted.token_gap_s) is not None:
+            self.client.observe("token_gap", gap_s, {})
+        if end.fault is not None and end.fault.retry_after_s > 0:
+            self.client.observe("busy", 1, {})
+        if end.fault is not None and end.fault.kind == state.PAGE_INTEGRITY_ERROR:
+            self.client.observe("page_integrity_error", 1, {})
+        self.client.observe("ended", len(self.tokens), {"outcome": str(end.outcome)})
+
+
+def encode(request: EngineCoreRequest) -> list[bytes]:
+    return [bytes(frame) for frame in MsgpackEncoder().encode(request)]

@@ -1,0 +1,158 @@
+"""The requests that share one ticket: the n sequences of one prompt. A single request is a family of one.
+
+The first to get the ticket carries the prompt to decode; the others follow when it is there and find its pages in
+decode's own prefix cache, as they would in a single engine. The ticket ends when the last of them has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from actors.messages import AdmitRequest, Claim, Outcome, Overloaded, Ticket
+from app.request.state import Admitted, Event, Refused, ReportLost
+
+if TYPE_CHECKING:
+    from app.request.driver import RequestDriver
+    from app.rpc.ports import ControllerPort
+
+_WORST = (Outcome.DONE, Outcome.CANCELLED, Outcome.FAILED)
+
+
+class SequenceGroup:
+    """`close` says that no more members will join; it is idle when closed and everybody has left."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self.num_sequences = num_sequences
+        self.request: AdmitRequest | None = None
+        self.ticket: Ticket | None = None
+        self.members: dict[str, RequestDriver] = {}
+        self.closed = False
+        self.released = False
+        self._mismatched: set[int] = set()  # attempts in which a page of one of them was not its own
+        self._answers: dict[
+            int, asyncio.Task[Ticket | Overloaded]
+        ] = {}  # by the attempt that it replaces; 0: admission
+        self._leader: dict[int, str] = {}  # attempt -> request id
+        self._leader_arrived: dict[int, asyncio.Event] = {}
+        self._outcome = Outcome.DONE
+        self._num_output_tokens = 0
+
+    # -- members
+
+    def join(self, run: RequestDriver) -> None:
+        self.members[run.request_id] = run
+
+    def leave(self, run: RequestDriver, outcome: Outcome) -> None:
+        for attempt in self._leader:
+            self.leader_arrived(attempt, run.request_id)
+        self.members.pop(run.request_id, None)
+        self._outcome = max(self._outcome, outcome, key=_WORST.index)
+        self._num_output_tokens += len(run.tokens)
+
+    @property
+    def idle(self) -> bool:
+        return self.closed and not self.members
+
+    def tell(self, event: Event) -> None:
+        for run in list(self.members.values()):
+            run.tell(event)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._num_output_tokens + sum(len(run.tokens) for run in self.members.values())
+
+    def claim(self) -> Claim | None:
+        """What a controller that has come back must know of this ticket."""
+        if self.ticket is None or self.request is None or self.released:
+            return None
+        decoding = any(run.decoding for run in self.members.values())
+        return Claim(
+            ticket=self.ticket, request=self.request, num_output_tokens=self.num_output_tokens, decoding=decoding
+        )
+
+    # -- getting a ticket
+
+    async def admit(self, run: RequestDriver, request: AdmitRequest, controller: ControllerPort) -> Admitted | Refused:
+        if not self._answers:
+            self.request = request
+            self._answers[0] = asyncio.ensure_future(controller.admit(request))
+        return await self._answer(run)
+
+    async def lost(self, run: RequestDriver, report: ReportLost, controller: ControllerPort) -> Admitted | Refused:
+        """Asks for another ticket; siblings that lost the same attempt share the answer."""
+        assert self.request is not None
+        attempt = report.ticket.attempt
+        if attempt not in self._answers:
+            call = controller.lost(
+                report.ticket,
+                report.role,
+                report.replica_id,
+                report.reason,
+                self.num_output_tokens,
+                self.request,
+                report.page_integrity,
+            )
+            self._answers[attempt] = asyncio.ensure_future(call)
+        answer = await self._answer(run)
+        # The old attempt is void for all: who still follows it, or decodes under it, must come here as well.
+        for sibling in list(self.members.values()):
+            if sibling is not run:
+                sibling.left_behind(attempt)
+        return answer
+
+    async def _answer(self, run: RequestDriver) -> Admitted | Refused:
+        """The newest answer, waited for when it is on its way: attempts before it are void for all."""
+        while True:
+            newest = max(self._answers)
+            # A sibling that is cancelled while it waits must not take the others' answer with it.
+            answer = await asyncio.shield(self._answers[newest])
+            if newest == max(self._answers):
+                break
+        if isinstance(answer, Overloaded):
+            return Refused(answer)
+        self.ticket = answer
+        leader = self._leader.setdefault(answer.attempt, run.request_id)
+        return Admitted(answer, leader == run.request_id)
+
+    # -- pages that were not their own
+
+    def mismatch(self, attempt: int) -> int:
+        """A page was not its own; returns in how many attempts before this one that has happened already."""
+        self._mismatched.add(attempt)
+        return self.mismatches_before(attempt)
+
+    def mismatches_before(self, attempt: int) -> int:
+        return sum(earlier < attempt for earlier in self._mismatched)
+
+    def mismatched(self, attempt: int) -> bool:
+        return attempt in self._mismatched
+
+    # -- carrying the prompt
+
+    def leader_arrived(self, attempt: int, request_id: str) -> None:
+        """The carrier's prompt is in decode's cache, or will never be there; nobody waits for it any more."""
+        if self._leader.get(attempt) == request_id:
+            self._arrival(attempt).set()
+
+    async def wait_for_leader(self, attempt: int) -> None:
+        await self._arrival(attempt).wait()
+
+    def _arrival(self, attempt: int) -> asyncio.Event:
+        return self._leader_arrived.setdefault(attempt, asyncio.Event())
+
+    # -- giving it back
+
+    async def release(self, controller: ControllerPort) -> None:
+        """Ends the ticket, also one whose grant nobody waited for. Idempotent."""
+        if self.released:
+            return
+        self.released = True
+        waiting = list(self._answers.values())
+        for answer in waiting:
+            answer.cancel()  # no effect on one that has come; an admission that still waits is withdrawn
+        for found in await asyncio.gather(*waiting, return_exceptions=True):
+            if isinstance(found, Ticket):
+                self.ticket = self.ticket or found
+        if self.ticket is not None:
+            await controller.ended(self.ticket.ticket_id, self._outcome, self._num_output_tokens)

@@ -1,0 +1,380 @@
+"""One request's story as a table: what to do next, given where it is and what happened. Pure.
+
+The driver performs an action, turns what came of it into an event, and asks again. Actions are
+raced against what happens outside (the client leaves, decode dies), so every phase answers those events too. A pair
+that is not in the table changes nothing: a late answer of an attempt that was given up is absorbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from actors.messages import HandOver, Outcome, Overloaded, ReplicaId, Role, Ticket, Verdict
+
+PAGE_INTEGRITY_ERROR = "page_integrity_error"  # the `type` of the error that a client gets
+MAX_LOSSES = 6  # replicas one request may see die before it fails: more means that the request itself kills them
+
+
+class Phase(StrEnum):
+    ADMIT = "admit"
+    PREFILL = "prefill"
+    HAND_OVER = "hand_over"
+    FOLLOW = "follow"  # a sibling (n > 1) carries the shared prompt to decode; ride its prefix cache
+    SUBMIT = "submit"
+    STREAM = "stream"
+    RELOCATE = "relocate"
+    ENDED = "ended"
+
+
+class Recovery(StrEnum):
+    """How a request that has emitted tokens goes on when its decode replica is gone."""
+
+    RESUME = "resume"  # prompt + tokens so far become the prompt
+    REPLAY = "replay"  # deterministic: run from the start, swallow the tokens that are out, compare each
+    NONE = "none"  # neither would be exact: the request fails with a clear error
+
+
+# -- events
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A ticket. `leader` False: a sibling brings the prompt to decode for the whole family."""
+
+    ticket: Ticket
+    leader: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    busy: Overloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLost:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    hand_over: HandOver
+
+
+@dataclass(frozen=True, slots=True)
+class NoHandOver:
+    """There is no proof for this attempt. MISSING: its prefill is lost; else decode computes the prompt."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderArrived:
+    """The sibling that carried the prompt has its first token, or will never have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLost:
+    replica_id: ReplicaId
+    reason: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageMismatch:
+    """Decode ended the request before a step's token left: its block table named a page that is not its own.
+
+    `request` is the request's name for people. `earlier`: how often it has happened under its ticket before.
+    `siblings_stay`: a sequence of the same ticket (n > 1) could not be continued elsewhere.
+    """
+
+    replica_id: ReplicaId
+    request: str
+    num_output_tokens: int
+    earlier: int = 0
+    siblings_stay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last output of the request has been passed on, or a stop string ended it in the frontend."""
+
+    outcome: Outcome = Outcome.DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Something that no road foresees; the request fails, its ticket is released like any other."""
+
+    message: str
+    status: int = 500
+
+
+Event = (
+    Admitted
+    | Refused
+    | Prefilled
+    | PrefillLost
+    | HandedOver
+    | NoHandOver
+    | LeaderArrived
+    | Submitted
+    | DecodeLost
+    | PageMismatch
+    | Finished
+    | Cancelled
+    | Broken
+)
+
+
+# -- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitHandOver:
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForLeader:
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    ticket: Ticket
+    hand_over: HandOver | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLost:
+    ticket: Ticket
+    role: Role
+    replica_id: ReplicaId
+    reason: str
+    num_output_tokens: int
+    page_integrity: bool = False  # the replica is not lost, it has ended the request for a `PageMismatch`
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """What the client is told. `status` is the HTTP status; `retry_after_s` above 0 becomes a Retry-After header.
+
+    `kind` is the `type` of the error in the answer; "": what vLLM's server calls that status.
+    """
+
+    status: int
+    message: str
+    retry_after_s: float = 0.0
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    outcome: Outcome
+    fault: RequestError | None = None
+
+
+Action = Admit | Prefill | AwaitHandOver | WaitForLeader | Submit | Stream | ReportLost | End
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """Where a request is. `lost` is the role whose loss is being reported in RELOCATE.
+
+    `retries_mismatch`: the policy for a page that was not the request's own: run it again elsewhere, once.
+    """
+
+    recovery: Recovery
+    retries_mismatch: bool = False
+    phase: Phase = Phase.ADMIT
+    ticket: Ticket | None = None
+    lost: Role | None = None
+    losses: int = 0
+    mismatch: PageMismatch | None = None  # why it is in RELOCATE, when no replica was lost
+    submitted: bool = False  # decode may know this request: it must be told when it ends early
+
+
+Step = tuple[RequestState, Action | None]
+
+
+def begin(recovery: Recovery, retries_mismatch: bool = False) -> tuple[RequestState, Action]:
+    return RequestState(recovery, retries_mismatch), Admit()
+
+
+def step(state: RequestState, event: Event) -> Step:
+    """The next story and the action to perform now; None: nothing changes, go on with what is running."""
+    if state.phase is Phase.ENDED:
+        return state, None
+    for kind, handler in _ANYWHERE:
+        if isinstance(event, kind):
+            return handler(state, event)
+    handle = _TABLE.get((state.phase, type(event)))
+    return (state, None) if handle is None else handle(state, event)
+
+
+def _end(state: RequestState, outcome: Outcome, fault: RequestError | None = None) -> Step:
+    return replace(state, phase=Phase.ENDED), End(outcome, fault)
+
+
+def _on_cancelled(state: RequestState, event: Cancelled) -> Step:
+    return _end(state, Outcome.CANCELLED)
+
+
+def _on_finished(state: RequestState, event: Finished) -> Step:
+    return _end(state, event.outcome)
+
+
+def _on_broken(state: RequestState, event: Broken) -> Step:
+    return _end(state, Outcome.FAILED, RequestError(event.status, event.message))
+
+
+def _on_admitted(state: RequestState, event: Admitted) -> Step:
+    told = replace(state, ticket=event.ticket, lost=None, mismatch=None, submitted=False)
+    if not event.leader:
+        return replace(told, phase=Phase.FOLLOW), WaitForLeader(event.ticket)
+    if event.ticket.prefill is None:
+        return replace(told, phase=Phase.SUBMIT, submitted=True), Submit(event.ticket, None)
+    return replace(told, phase=Phase.PREFILL), Prefill(event.ticket)
+
+
+def _on_refused(state: RequestState, event: Refused) -> Step:
+    busy = event.busy
+    if state.mismatch is not None:
+        return _mixed_up(state, state.mismatch, f"; there was no room to run it again: {busy.reason}")
+    if state.lost is not None:
+        message = f"the {state.lost} replica of this request is gone and it has no other place: {busy.reason}"
+        return _end(state, Outcome.FAILED, RequestError(503, message, busy.retry_after_s))
+    return _end(
+        state, Outcome.FAILED, RequestError(429, f"no room for this request: {busy.reason}", busy.retry_after_s)
+    )
+
+
+def _alone(state: RequestState, event: Event | None = None) -> Step:
+    assert state.ticket is not None
+    return replace(state, phase=Phase.SUBMIT, lost=None, submitted=True), Submit(state.ticket, None)
+
+
+def _on_prefilled(state: RequestState, event: Prefilled) -> Step:
+    assert state.ticket is not None
+    return replace(state, phase=Phase.HAND_OVER), AwaitHandOver(state.ticket)
+
+
+def _on_no_hand_over(state: RequestState, event: NoHandOver) -> Step:
+    if event.verdict is Verdict.MISSING:
+        return _on_prefill_lost(state, PrefillLost("the seal of its pages did not come"))
+    return _alone(state)
+
+
+def _on_prefill_lost(state: RequestState, event: PrefillLost) -> Step:
+    assert state.ticket is not None and state.ticket.prefill is not None
+    if state.losses >= MAX_LOSSES:
+        return _alone(state)
+    lost = replace(state, phase=Phase.RELOCATE, lost=Role.PREFILL, losses=state.losses + 1)
+    return lost, ReportLost(state.ticket, Role.PREFILL, state.ticket.prefill, event.reason, 0)
+
+
+def _on_handed_over(state: RequestState, event: HandedOver) -> Step:
+    assert state.ticket is not None
+    return replace(state, phase=Phase.SUBMIT, submitted=True), Submit(state.ticket, event.hand_over)
+
+
+def _on_submitted(state: RequestState, event: Submitted) -> Step:
+    return replace(state, phase=Phase.STREAM), Stream()
+
+
+def _on_decode_lost(state: RequestState, event: DecodeLost) -> Step:
+    if state.ticket is None or event.replica_id != state.ticket.decode:
+        return state, None
+    if event.num_output_tokens and state.recovery is Recovery.NONE:
+        message = (
+            f"the decode replica of this request is gone after {event.num_output_tokens} tokens ({event.reason}), and "
+            "random sampling with penalties or a grammar and no seed cannot be continued exactly; send it again"
+        )
+        return _end(state, Outcome.FAILED, RequestError(503, message))
+    if state.losses >= MAX_LOSSES:
+        message = f"this request has lost {state.losses} replicas, the last one: {event.reason}"
+        return _end(state, Outcome.FAILED, RequestError(503, message))
+    lost = replace(state, phase=Phase.RELOCATE, lost=Role.DECODE, losses=state.losses + 1, submitted=False)
+    report = ReportLost(state.ticket, Role.DECODE, event.replica_id, event.reason, event.num_output_tokens)
+    return lost, report
+
+
+def _on_page_mismatch(state: RequestState, event: PageMismatch) -> Step:
+    if state.ticket is None or event.replica_id != state.ticket.decode:
+        return state, None
+    if not state.retries_mismatch:
+        return _mixed_up(state, event)
+    if event.earlier:
+        return _mixed_up(state, event, "; it had been run again elsewhere for the same reason before")
+    if event.siblings_stay or (event.num_output_tokens and state.recovery is Recovery.NONE):
+        why = "random sampling with penalties or a grammar and no seed cannot be continued exactly elsewhere"
+        return _mixed_up(state, event, f"; {why}")
+    moved = replace(state, phase=Phase.RELOCATE, lost=Role.DECODE, mismatch=event, submitted=False)
+    reason = "a page was not the request's own"
+    return moved, ReportLost(state.ticket, Role.DECODE, event.replica_id, reason, event.num_output_tokens, True)
+
+
+def _mixed_up(state: RequestState, event: PageMismatch, more: str = "") -> Step:
+    message = (
+        f"request {event.request}: a page of its KV cache was not its own, so it was ended after "
+        f"{event.num_output_tokens} tokens, before a token that had read the page could leave; these tokens are right "
+        f"and no other request is affected{more}; send it again"
+    )
+    return _end(state, Outcome.FAILED, RequestError(500, message, kind=PAGE_INTEGRITY_ERROR))
+
+
+_ANYWHERE: tuple[tuple[type, Callable[..., Step]], ...] = (
+    (Cancelled, _on_cancelled),
+    (Finished, _on_finished),
+    (Broken, _on_broken),
+)
+
+P = Phase
+_TABLE: dict[tuple[Phase, type], Callable[..., Step]] = {
+    (P.ADMIT, Admitted): _on_admitted,
+    (P.ADMIT, Refused): _on_refused,
+    (P.PREFILL, Prefilled): _on_prefilled,
+    (P.PREFILL, PrefillLost): _on_prefill_lost,
+    (P.HAND_OVER, HandedOver): _on_handed_over,
+    (P.HAND_OVER, NoHandOver): _on_no_hand_over,
+    (P.HAND_OVER, PrefillLost): _on_prefill_lost,
+    (P.FOLLOW, LeaderArrived): _alone,
+    (P.SUBMIT, Submitted): _on_submitted,
+    (P.SUBMIT, PageMismatch): _on_page_mismatch,
+    (P.STREAM, PageMismatch): _on_page_mismatch,
+    (P.RELOCATE, Admitted): _on_admitted,
+    (P.RELOCATE, Refused): _on_refused,
+    **{(phase, DecodeLost): _on_decode_lost for phase in (P.PREFILL, P.HAND_OVER, P.FOLLOW, P.SUBMIT, P.STREAM)},
+}

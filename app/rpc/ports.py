@@ -1,0 +1,79 @@
+"""What a frontend's engine core client needs of the rest of the cluster, as protocols.
+
+The real ones speak Ray (`app.rpc.remote`); a test may put a single vLLM engine on the far side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from actors.messages import (
+    AdmitRequest,
+    HandOver,
+    Outcome,
+    Overloaded,
+    PrefillDone,
+    ReplicaId,
+    Role,
+    Ticket,
+    TicketId,
+    Verdict,
+)
+
+
+class ReplicaGone(Exception):
+    """The replica named by a ticket is not there any more, or died during the call."""
+
+    def __init__(self, replica_id: ReplicaId, why: str) -> None:
+        super().__init__(f"replica {replica_id} is gone: {why}")
+        self.replica_id = replica_id
+
+
+class ControllerGone(Exception):
+    """The controller did not answer, and did not come back in time."""
+
+
+class ControllerPort(Protocol):
+    async def admit(self, request: AdmitRequest) -> Ticket | Overloaded: ...
+
+    async def hand_over(self, ticket_id: TicketId, attempt: int, timeout_s: float) -> HandOver | Verdict: ...
+
+    async def lost(
+        self,
+        ticket: Ticket,
+        role: Role,
+        replica_id: ReplicaId,
+        reason: str,
+        num_output_tokens: int,
+        request: AdmitRequest,
+        page_integrity: bool = False,
+    ) -> Ticket | Overloaded:
+        """`page_integrity`: the replica is not lost, it ended the request because a page was not its own."""
+        ...
+
+    async def ended(self, ticket_id: TicketId, outcome: Outcome, num_output_tokens: int) -> None: ...
+
+
+class PrefillPort(Protocol):
+    async def prefill(self, replica_id: ReplicaId, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
+        """Cancelling the call cancels the work. Raises `ReplicaGone` or what the replica raised."""
+        ...
+
+
+class DecodePort(Protocol):
+    async def submit(
+        self, replica_id: ReplicaId, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None
+    ) -> None: ...
+
+    async def abort(self, replica_id: ReplicaId, engine_ids: list[str]) -> None:
+        """Idempotent; a replica that is gone has aborted everything."""
+        ...
+
+    def outputs(self, replica_id: ReplicaId) -> AsyncIterator[list[bytes]]:
+        """Frames of one `EngineCoreOutputs` an item; ends or raises when the replica is gone. Closing it cancels."""
+        ...
+
+    async def utility(self, method: str, args: list[Any]) -> list[Any]:
+        """The method's result on every live replica of the pool."""
+        ...

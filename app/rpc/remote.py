@@ -1,0 +1,247 @@
+"""The ports of the engine core client over Ray: the controller actor, and replicas addressed through Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextvars import Context
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+
+from actors.controller.events import StepFailed
+from actors.messages import (
+    AdmitRequest,
+    Claim,
+    FrontendCommand,
+    FrontendReply,
+    HandOver,
+    Outcome,
+    Overloaded,
+    PrefillDone,
+    ReplicaId,
+    Role,
+    Ticket,
+    TicketId,
+    Verdict,
+)
+from app.rpc import directory
+from app.rpc.ports import ControllerGone, ReplicaGone
+
+logger = logging.getLogger("pageferry.frontend")
+
+APPEAR_S = 10.0  # how long a call waits for a replica that Serve has not announced to this process yet
+ASK_S = 60.0  # a question to an engine, or a setting for it, waits for the step under way and may read a file
+CONTROLLER_AWAY_S = 15.0  # a controller that died is back in a few seconds; requests wait that long for it
+
+
+class RemoteController:
+    """Calls that find the controller away look it up again and repeat; every one of them is idempotent."""
+
+    def __init__(self, find: Callable[[], Any], frontend_id: str, cancel: Callable[[Any], None] = ray.cancel) -> None:
+        self._find = find
+        self._cancel = cancel  # what ends a call under way
+        self._actor: Any = None
+        self._frontend_id = frontend_id
+        self._stamp = 0  # of the last heartbeat's reply: tells the controller what we knew when we sent the next one
+        self._lost_calls: set[asyncio.Task[None]] = set()
+
+    async def _call(self, method: str, *args: Any, patience_s: float = CONTROLLER_AWAY_S) -> Any:
+        clock = asyncio.get_running_loop().time
+        until = clock() + patience_s
+        pause_s = 0.05
+        while True:
+            try:
+                if self._actor is None:
+                    self._actor = await asyncio.to_thread(self._find)
+                return await self._await(getattr(self._actor, method).remote(*args))
+            except (RayActorError, RayTaskError, ValueError) as error:
+                if isinstance(error, RayTaskError):
+                    if isinstance(error.cause, StepFailed):
+                        raise error.cause from None  # without the controller's traceback and address
+                    raise
+                self._actor = None
+                if clock() + pause_s > until:
+                    raise ControllerGone(f"the controller is away: {error}".splitlines()[0]) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.0, pause_s * 2)
+
+    async def _await(self, ref: Any) -> Any:
+        try:
+            return await ref
+        except asyncio.CancelledError:
+            self._cancel(ref)
+            raise
+
+    async def admit(self, request: AdmitRequest) -> Ticket | Overloaded:
+        """A caller that leaves withdraws the request; a ticket granted in that moment is given back."""
+        call = asyncio.ensure_future(self._call("admit", request))
+        try:
+            answer: Ticket | Overloaded = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            task = asyncio.get_running_loop().create_task(self._withdraw(call))
+            self._lost_calls.add(task)
+            task.add_done_callback(self._lost_calls.discard)
+            raise
+        return answer
+
+    async def _withdraw(self, call: asyncio.Future[Ticket | Overloaded]) -> None:
+        # The grant may be on its way: a moment for it, then the call itself is cancelled.
+        done, _ = await asyncio.wait((call,), timeout=0.01)
+        if not done:
+            call.cancel()
+        try:
+            answer = await call
+        except (asyncio.CancelledError, Exception):
+            return
+        if isinstance(answer, Ticket):
+            await self.ended(answer.ticket_id, Outcome.CANCELLED, 0)
+
+    async def hand_over(self, ticket_id: TicketId, attempt: int, timeout_s: float) -> HandOver | Verdict:
+        answer: HandOver | Verdict = await self._call("hand_over", ticket_id, attempt, timeout_s)
+        return answer
+
+    async def lost(
+        self,
+        ticket: Ticket,
+        role: Role,
+        replica_id: ReplicaId,
+        reason: str,
+        num_output_tokens: int,
+        request: AdmitRequest,
+        page_integrity: bool = False,
+    ) -> Ticket | Overloaded:
+        told = (ticket.ticket_id, ticket.attempt, role, replica_id, reason, num_output_tokens, request, page_integrity)
+        answer: Ticket | Overloaded = await self._call("lost", *told)
+        return answer
+
+    async def ended(self, ticket_id: TicketId, outcome: Outcome, num_output_tokens: int) -> None:
+        await self._call("ended", ticket_id, outcome, num_output_tokens)
+
+    async def heartbeat(self, live_tickets: tuple[TicketId, ...]) -> FrontendReply:
+        reply: FrontendReply = await self._call(
+            "frontend_heartbeat", self._frontend_id, live_tickets, self._stamp, patience_s=1.0
+        )
+        self._stamp = reply.stamp
+        return reply
+
+    def restart(self) -> None:
+        """It hangs: Ray ends the process and begins its next life. What waits for an answer is asked again there."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor, no_restart=False)
+
+    async def configure(self, spec_json: str) -> None:
+        await self._call("configure", spec_json, patience_s=1.0)
+
+    async def orders(self, timeout_s: float) -> list[FrontendCommand]:
+        found: list[FrontendCommand] = await self._call("orders", self._frontend_id, timeout_s, patience_s=1.0)
+        return found
+
+    async def adopt(self, claims: tuple[Claim, ...]) -> None:
+        await self._call("adopt", self._frontend_id, claims)
+
+    async def replica_leaving(self, replica_id: ReplicaId) -> None:
+        await self._call("replica_leaving", replica_id)
+
+    async def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._call("status", patience_s=1.0)
+        return answer
+
+    async def audit(self) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._call("audit", patience_s=1.0)
+        return answer
+
+
+class _Pool:
+    """Calls to one named replica of a deployment. Handles are cached: making one costs more than calling it."""
+
+    def __init__(self, handle: Any, frontend_id: str) -> None:
+        self._handle = handle
+        self._frontend_id = frontend_id
+        self._named: dict[tuple[str, ReplicaId, bool], Any] = {}
+
+    def _method(self, name: str, replica_id: ReplicaId, stream: bool = False) -> Any:
+        key = (name, replica_id, stream)
+        if key not in self._named:
+            if len(self._named) > 4096:
+                self._named.clear()
+            self._named[key] = self._handle.options(method_name=name, session_id=replica_id, stream=stream)
+        return self._named[key]
+
+    async def _call(self, name: str, replica_id: ReplicaId, *args: Any) -> Any:
+        # Serve gives every call on behalf of one HTTP request that request's id, and its router keeps waiting calls by
+        # id: of two at once, to two replicas, one waits for ever. In an empty context each has an id of its own.
+        method = self._method(name, replica_id)
+        await directory.wait_until_known(self.name, replica_id, APPEAR_S)
+        response = Context().run(method.remote, *args)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except RayActorError as error:
+            raise ReplicaGone(replica_id, str(error).splitlines()[0]) from error
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise cause from None
+
+    @property
+    def name(self) -> str:
+        return str(self._handle.deployment_name)
+
+    async def utility(self, method: str, args: list[Any]) -> list[Any]:
+        live = sorted(directory.live(self.name))
+        async with asyncio.timeout(ASK_S):
+            if not live:  # the router has not been asked yet: any replica will do
+                return [await self._handle.options(method_name="utility").remote(method, args)]
+            return list(await asyncio.gather(*(self._call("utility", replica, method, args) for replica in live)))
+
+    async def audit(self, replica_id: ReplicaId) -> dict[str, Any]:
+        async with asyncio.timeout(ASK_S):
+            found: dict[str, Any] = await self._call("audit", replica_id)
+        return found
+
+    async def fault(
+        self, replica_id: ReplicaId, kind: str, trial: int, target: str | int, more: float
+    ) -> dict[str, Any]:
+        async with asyncio.timeout(ASK_S):
+            done: dict[str, Any] = await self._call("fault", replica_id, kind, trial, target, more)
+        return done
+
+
+class RemotePrefill(_Pool):
+    async def prefill(self, replica_id: ReplicaId, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
+        try:
+            done: PrefillDone = await self._call("prefill", replica_id, ticket, frames)
+        except TaskCancelledError as error:
+            raise ReplicaGone(replica_id, "it dropped the prefill") from error
+        return done
+
+
+class RemoteDecode(_Pool):
+    async def submit(
+        self, replica_id: ReplicaId, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None
+    ) -> None:
+        await self._call("submit", replica_id, self._frontend_id, frames, ticket, hand_over)
+
+    async def abort(self, replica_id: ReplicaId, engine_ids: list[str]) -> None:
+        await self._call("abort", replica_id, self._frontend_id, engine_ids)
+
+    async def outputs(self, replica_id: ReplicaId) -> AsyncIterator[list[bytes]]:
+        method = self._method("outputs", replica_id, stream=True)
+        await directory.wait_until_known(self.name, replica_id, APPEAR_S)
+        response = method.remote(self._frontend_id)
+        try:
+            async for frames in response:
+                yield frames
+        except RayActorError as error:
+            raise ReplicaGone(replica_id, str(error).splitlines()[0]) from error
+        finally:
+            response.cancel()
+
+    async def describe(self) -> Any:
+        """The announcement of any decode replica; waits until there is one."""
+        return await self._handle.options(method_name="describe").remote()

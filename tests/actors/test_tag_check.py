@@ -1,0 +1,301 @@
+"""The worker's check alone: batches of any order against a model that looks at every entry.
+
+1. A row is named exactly if one of its used entries points at a page whose tag is not the expected one, and the
+   position is the first such; nothing is named otherwise, whatever order the batch has and however it changes.
+2. A named row writes nothing (`slot_mapping` -1) and reads the null page; other rows keep every slot and entry.
+3. A row without an expectation is not counted as checked.
+4. The self-test passes, and fails when the comparison or the masking is broken.
+5. A proof survives the way to the scheduler; of several ranks the least careful one counts.
+6. With `integrity.mode: off` nothing of this exists.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.engine.integrity import tag_check
+from actors.engine.integrity.tag_check import Forward, IntegrityError, NoCheck, TagCheck, forward_of, self_test
+from actors.engine.integrity.tracker import IntegrityDelta, Mismatch, NoTracker, Proof
+from actors.engine.scheduler_half import FerryConnectorScheduler
+from actors.engine.worker_half import FerryConnectorWorker
+from actors.messages import Role
+
+pytestmark = pytest.mark.compiles  # the real kernels
+
+PAGE_TOKENS = 4
+NUM_PAGES = 40
+MAX_ROWS = 6
+MAX_PAGES = 8
+
+
+class DeviceRoad(TagCheck):
+    """The CUDA road on the CPU: scattered updates, masks without looking, a proof that answers later."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.on_cpu, self._page_tags_np, self._expected_np = False, None, None
+        self.waited = 0
+
+    def _pinned(self, num: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((2, num), dtype=dtype)
+
+    def _recorded(self) -> Any:
+        def synchronize() -> None:
+            self.waited += 1
+
+        return SimpleNamespace(synchronize=synchronize)
+
+
+class Batch:
+    """A model of the engine's side: requests with pages, a batch order, tags by page."""
+
+    def __init__(self, rng: random.Random, road: type[TagCheck] = TagCheck) -> None:
+        self.rng = rng
+        self.check = road(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
+        self.delta = IntegrityDelta()
+        self.tags: dict[int, int] = {}
+        self.pages: dict[str, list[int]] = {}
+        self.expected: dict[str, list[int]] = {}
+        self.next_tag = 1
+        self.next_name = 0
+
+    def take(self, request: str, count: int) -> None:
+        held = {page for pages in self.pages.values() for page in pages}
+        free = [page for page in range(1, NUM_PAGES) if page not in held]
+        new = self.rng.sample(free, min(count, MAX_PAGES - len(self.pages[request]), len(free)))
+        for page in new:
+            self.tags[page] = self.delta.tags[page] = self.next_tag
+            self.next_tag += 1
+        first = len(self.pages[request])
+        self.pages[request] += new
+        tags = [self.tags[page] for page in new]
+        self.expected[request] += tags
+        if request in self.delta.claims:
+            self.delta.claims[request][1].extend(tags)
+        else:
+            self.delta.claims[request] = (first, tags)
+
+    def admit(self) -> None:
+        self.next_name += 1
+        request = f"r{self.next_name}"
+        self.pages[request], self.expected[request] = [], []
+        shared = self.rng.choice(sorted(self.pages))
+        if shared != request and self.rng.random() < 0.3:
+            some = self.pages[shared][: self.rng.randint(0, 3)]
+            self.pages[request] += some
+            self.expected[request] += [self.tags[page] for page in some]
+            self.delta.claims[request] = (0, list(self.expected[request]))
+        self.take(request, self.rng.randint(1, 4))
+
+    def drop(self, request: str) -> None:
+        del self.pages[request], self.expected[request]
+        self.delta.claims.pop(request, None)
+        self.delta.gone.append(request)
+
+    def change(self) -> None:
+        for _ in range(self.rng.randint(1, 4)):
+            do = self.rng.random()
+            if not self.pages or (do < 0.4 and len(self.pages) < 12):
+                self.admit()
+            elif do < 0.6:
+                self.drop(self.rng.choice(sorted(self.pages)))
+            elif do < 0.7:  # preempted and back in the same step, with other pages
+                request = self.rng.choice(sorted(self.pages))
+                self.drop(request)
+                self.pages[request], self.expected[request] = [], []
+                self.take(request, self.rng.randint(1, 4))
+            else:
+                self.take(self.rng.choice(sorted(self.pages)), 1)
+
+    def step(self, spoil: int) -> None:
+        rows = [r for r in self.pages if self.pages[r]]
+        self.rng.shuffle(rows)
+        rows = rows[: self.rng.randint(0, MAX_ROWS)]
+        table = torch.zeros((max(1, len(rows)), MAX_PAGES), dtype=torch.int32)
+        lengths = []
+        for row, request in enumerate(rows):
+            pages = self.pages[request]
+            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            table[row, len(pages) :] = self.rng.randrange(NUM_PAGES)  # padding is nobody's business
+            lengths.append(self.rng.randint((len(pages) - 1) * PAGE_TOKENS + 1, len(pages) * PAGE_TOKENS))
+        for _ in range(spoil if rows else 0):
+            row = self.rng.randrange(len(rows))
+            position = self.rng.randrange(len(self.pages[rows[row]]))
+            table[row, position] = self.rng.choice([self.rng.randrange(NUM_PAGES), NUM_PAGES, -1, 1 << 30])
+        queries = [self.rng.randint(1, 3) for _ in rows]
+        starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).to(torch.int32)
+        slots = torch.arange(1000, 1000 + sum(queries) + 2)
+        before, slots_before = table.clone(), slots.clone()
+        metadata = SimpleNamespace(
+            block_table=table,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            query_start_loc=starts,
+            slot_mapping=slots,
+            max_seq_len=max(lengths, default=0),
+        )
+        delta, self.delta = self.delta, IntegrityDelta()
+        self.check.step(delta, Forward(rows, [metadata], [slots]))
+        proof = self.check.proof()
+        wrong = {}
+        for row, request in enumerate(rows):
+            for position, page in enumerate(before[row, : len(self.pages[request])].tolist()):
+                found = self.tags.get(page, 0) if 0 <= page < NUM_PAGES else None
+                if found != self.expected[request][position]:
+                    wrong[request] = Mismatch(request, position, page)
+                    break
+        if not rows:
+            assert proof is None
+            return
+        assert proof is not None and proof.rows == len(rows)
+        if isinstance(self.check, DeviceRoad):
+            assert self.check.waited == 0  # nothing in the step asks the device
+            proof = pickle.loads(pickle.dumps(proof))
+            assert self.check.waited == 1 and type(proof) is Proof
+            self.check.waited = 0
+        assert proof.pages == sum(len(self.pages[r]) for r in rows)
+        assert {m.request_id: m for m in proof.mismatches} == wrong
+        for row, request in enumerate(rows):
+            begin, end = int(starts[row]), int(starts[row + 1])
+            used = len(self.pages[request])
+            if request in wrong:
+                assert slots[begin:end].tolist() == [-1] * (end - begin)
+                assert table[row, :used].tolist() == [0] * used
+            else:
+                assert torch.equal(slots[begin:end], slots_before[begin:end])
+                assert torch.equal(table[row], before[row])
+        assert torch.equal(slots[sum(queries) :], slots_before[sum(queries) :])
+
+
+@pytest.mark.parametrize("road", [TagCheck, DeviceRoad])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_any_batch_in_any_order(road: type[TagCheck], seed: int) -> None:
+    """Invariants 1 and 2."""
+    rng = random.Random(seed)
+    batch = Batch(rng, road)
+    for _ in range(25):
+        batch.change()
+        batch.step(spoil=rng.choice([0, 0, 0, 1, 2]))
+
+
+def test_a_page_in_its_next_life_is_caught_even_if_the_table_is_right() -> None:
+    batch = Batch(random.Random(1))
+    batch.admit()
+    batch.step(0)
+    batch.tags[batch.pages["r1"][0]] = batch.delta.tags[batch.pages["r1"][0]] = 77
+    batch.step(0)  # the model expects r1 to be named
+
+
+def test_a_row_without_an_expectation_is_not_proven() -> None:
+    check = TagCheck(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
+    check.step(IntegrityDelta(tags={1: 5}, claims={"a": (0, [5])}), None)
+    metadata = forward_metadata([[1], [2]], [3, 3])
+    check.step(None, Forward(["a", "b"], [metadata], []))
+    proof = check.proof()
+    assert proof is not None and proof.rows == 1 and check.rows_without_claim == 1  # 3
+    assert [m.request_id for m in proof.mismatches] == ["b"]  # and what nobody claims, nobody reads
+    assert check.proof() is None
+
+
+def forward_metadata(table: list[list[int]], lengths: list[int]) -> Any:
+    return SimpleNamespace(
+        block_table=torch.tensor(table, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        query_start_loc=torch.arange(len(lengths) + 1, dtype=torch.int32),
+        slot_mapping=torch.arange(len(lengths)),
+        max_seq_len=max(lengths),
+    )
+
+
+def test_a_step_without_forward_still_hears_the_delta() -> None:
+    check = TagCheck(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
+    check.step(IntegrityDelta(tags={3: 9}, claims={"a": (0, [9])}), None)
+    assert check.proof() is None and check.checks == 0
+    assert check.still_current([3], [9]) and not check.still_current([3], [8])
+    check.step(IntegrityDelta(tags={3: 10}), None)
+    assert not check.still_current([3], [9]) and check.still_current([3], None)
+
+
+def test_the_self_test_passes_and_sees_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    self_test()
+    blind = lambda *args: (torch.zeros(3, dtype=torch.bool), torch.full((3,), -1, dtype=torch.int32))  # noqa: E731
+    monkeypatch.setattr(tag_check.dispatch, "check_tags", blind)
+    with pytest.raises(IntegrityError, match="was not caught"):
+        self_test()
+    monkeypatch.undo()
+    monkeypatch.setattr(TagCheck, "_mask", lambda self, forward, bad: None)
+    with pytest.raises(IntegrityError, match="was not caught"):
+        self_test()
+    monkeypatch.undo()
+    raging = lambda *args: (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int32))  # noqa: E731
+    monkeypatch.setattr(tag_check.dispatch, "check_tags", raging)
+    with pytest.raises(IntegrityError, match="was refused"):
+        self_test()
+
+
+def test_proofs_travel_and_add_up() -> None:
+    """Invariant 5."""
+    one, other = Proof(3, 30, [Mismatch("a", 1, 2)]), Proof(2, 31, [Mismatch("b", 0, 7)])
+    both = pickle.loads(pickle.dumps(one.aggregate(other)))
+    assert (both.rows, both.pages) == (2, 30)
+    assert {m.request_id for m in both.mismatches} == {"a", "b"}
+    assert one  # vLLM drops what is false
+
+
+def test_metadata_without_a_table_is_refused_and_split_metadata_uses_the_runners() -> None:
+    check = TagCheck(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
+    check.step(IntegrityDelta(tags={1: 5}, claims={"a": (0, [5])}), None)
+    split = forward_metadata([[1]], [3])
+    table = split.block_table
+    del split.block_table
+    with pytest.raises(IntegrityError, match="no block table"):
+        check.step(None, Forward(["a"], [split], []))
+    check.step(None, Forward(["a"], [split], [], fallback_table=table))
+    proof = check.proof()
+    assert proof is not None and proof.rows == 1 and proof.mismatches == ()
+
+
+def test_the_forward_is_found_in_both_model_runners() -> None:
+    metadata = forward_metadata([[1]], [3])
+    attention = {"layer.0": metadata, "layer.1": metadata}
+    slots = {"layer.0": metadata.slot_mapping, "layer.1": metadata.slot_mapping}
+    context = SimpleNamespace(attn_metadata=attention, slot_mapping=slots)
+    table = SimpleNamespace(get_device_tensor=lambda rows: metadata.block_table[:rows])
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"], num_reqs=1, block_table=[table]))
+    first = forward_of(context, runner, {})
+    assert first is not None and first.req_ids == ["a"]
+    assert first.metadata == [metadata] and len(first.slot_mappings) == 1
+    second = forward_of(
+        SimpleNamespace(attn_metadata=None, slot_mapping=None),
+        None,
+        {"request_ids": ["x"], "attn_metadata": attention},
+    )
+    assert second is not None and second.req_ids == ["x"]
+    assert forward_of(SimpleNamespace(attn_metadata=None, slot_mapping=None), runner, {}) is None
+    with pytest.raises(IntegrityError, match="micro-batches"):
+        forward_of(SimpleNamespace(attn_metadata=[attention], slot_mapping=None), runner, {})
+
+
+def test_off_is_nothing() -> None:
+    """Invariant 6: no delta, no proof, no tensor, no state."""
+    tracker = NoTracker()
+    half = FerryConnectorScheduler(32, lambda request: [], tracker)
+    step = SimpleNamespace(num_scheduled_tokens={"a": 1}, scheduled_new_reqs=[], scheduled_cached_reqs=None)
+    half.on_allocated("a", [1, 2], 0)
+    metadata = half.build(step)
+    assert metadata.integrity is None and metadata.empty()
+    assert tracker.tags([1]) is None and vars(tracker) == {}
+    worker = FerryConnectorWorker("r", Role.DECODE, 0, 1, "/nowhere")
+    try:
+        assert type(worker.check) is NoCheck and vars(worker.check) == {}
+        assert worker.check.proof() is None and worker.check.still_current([1], None)
+    finally:
+        worker.close()
