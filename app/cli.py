@@ -21,6 +21,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "serve": Command("app.commands.serve", "start the service from a topology file"),
     "status": Command("app.commands.status", "pools, replicas, tickets and bytes of a running service"),
+    "dashboards": Command("ops.grafana.cli", "put the dashboards into a Grafana, or write its provisioning files"),
     "chaos": Command("ops.chaos.cli", "inject faults and show that every one is caught"),
     "kernels": Command("ops.kernels.cli", "compile kernels ahead of time, benchmark them"),
     "simulate": Command("ops.simulate.cli", "run the real controller in a simulated cluster, with faults"),

@@ -9,9 +9,11 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import ray.util.metrics
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from actors import logs
 from actors.messages import Role
 from app.api.status import whole_audit
 from app.client.asgi import call
@@ -29,6 +31,7 @@ class Frontend:
         from actors.engine.config import set_environment
         from app.rpc.remote import RemoteController, RemoteDecode, RemotePrefill
 
+        logs.below_serve()
         self.spec = spec = ClusterSpec.parse(spec_tree)
         set_environment(spec, Role.DECODE)
         context = serve.get_replica_context()
@@ -47,7 +50,7 @@ class Frontend:
     async def _start_server(self) -> None:
         from actors.engine.config import generation, tokenizer_of
         from app.api.server import build_server, frontend_config, server_args
-        from app.metrics import observer
+        from app.metrics import FrontendMetrics
         from app.request.core_client import FerryCoreClient
 
         spec = self.spec
@@ -71,7 +74,9 @@ class Frontend:
             num_engines=spec.pools.decode.bounds[1],
             tokenizer=tokenizer,
             retries_mismatch=spec.integrity.policy == "retry",
-            observe=observer(serve.get_replica_context().app_name),
+            metrics=FrontendMetrics(
+                ray.util.metrics, serve.get_replica_context().app_name, spec.frontend.tenants.values()
+            ),
         )
         self._asgi, self._fastapi, self.llm = await build_server(
             spec,

@@ -1,45 +1,52 @@
-"""From what the engine core client observes to the metrics of the table."""
+"""The metrics that a frontend exports; each series that can be is there at 0 from its start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
-from cluster.metrics import FRONTEND, PHASES, Emitter
+from cluster.metrics import FRONTEND, TENANT, Emitter
+
+TENANTS_MAX = 50  # labels; whoever comes after them in the configuration is counted as OTHER
+OTHER = "other"
 
 
-def observer(application: str, backend: Any = None) -> Callable[[str, float, dict[str, str]], None]:
-    """A function for `FerryCoreClient(observe=...)`. `backend` defaults to Ray's metrics."""
-    if backend is None:
-        from ray.util import metrics
+class FrontendMetrics(Emitter):
+    """`tenants`: those of the configuration, in its order."""
 
-        backend = metrics
-    emit = Emitter(backend, application=application)
-    emit.zero(FRONTEND)
+    def __init__(self, backend: Any, application: str = "", tenants: Iterable[str] = ()) -> None:
+        super().__init__(backend, application=application)
+        self._tenants = frozenset(list(dict.fromkeys(tenants))[:TENANTS_MAX])
+        self.zero(FRONTEND)
+        for tenant in sorted(self._tenants):
+            self.zero(TENANT, tenant=tenant)
 
-    def observe(name: str, value: float, labels: dict[str, str]) -> None:
-        if name in PHASES:
-            emit.observe("pageferry_hand_over_seconds", value, phase=name)
-            emit.count("pageferry_phase_seconds_total", value, phase=name)
-        elif name == "first_token":
-            emit.observe("pageferry_ttft_seconds", value)
-            emit.count("pageferry_phase_seconds_total", value, phase=name)
-        elif name == "token_gap":
-            emit.observe("pageferry_tpot_seconds", value)
-        elif name == "ended":
-            emit.count("pageferry_requests_total", outcome=labels["outcome"])
-            emit.count("pageferry_output_tokens_total", value)
-        elif name == "lost":
-            emit.count("pageferry_replicas_lost_total", role=labels["role"])
-        elif name == "resumed":
-            emit.count("pageferry_resumed_total")
-        elif name == "busy":
-            emit.count("pageferry_busy_total")
-        elif name == "page_integrity_retry":
-            emit.count("pageferry_page_integrity_retries_total")
-        elif name == "page_integrity_error":
-            emit.count("pageferry_page_integrity_errors_total")
-        else:
-            raise ValueError(f"nothing in the metrics table for {name!r}")
+    def of_tenant(self, tenant: str, outcome: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        if not tenant:
+            return
+        label = tenant if tenant in self._tenants else OTHER
+        self.count("pageferry_tenant_requests_total", tenant=label, outcome=outcome)
+        self.count("pageferry_tenant_prompt_tokens_total", num_prompt_tokens, tenant=label)
+        self.count("pageferry_tenant_output_tokens_total", num_output_tokens, tenant=label)
 
-    return observe
+
+class Discard:
+    """A metrics backend that keeps nothing, for a client outside the service."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def set_default_tags(self, tags: dict[str, str]) -> None:
+        pass
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        pass
+
+    set = observe = _record = inc
+
+    Counter: Any
+    Gauge: Any
+    Histogram: Any
+
+
+Discard.Counter = Discard.Gauge = Discard.Histogram = Discard

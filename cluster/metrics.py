@@ -102,6 +102,12 @@ FRONTEND = (
     counter("output_tokens", "Tokens passed on to clients"),
 )
 
+TENANT = (
+    counter("tenant_requests", "Requests of a tenant that have ended, by outcome", tenant=None, outcome=OUTCOMES),
+    counter("tenant_prompt_tokens", "Prompt tokens of a tenant's requests", tenant=None),
+    counter("tenant_output_tokens", "Tokens passed on to a tenant's clients", tenant=None),
+)
+
 ENGINE = (
     engine("tokens_opened", "Prompt tokens taken over from prefill"),
     engine("tokens_recomputed", "Prompt tokens computed again"),
@@ -133,6 +139,7 @@ CONTROLLER = (
         "kv_blocks", "KV pages of a replica, by state", pool=POOLS, replica=None, state=("free", "held", "quarantined")
     ),
     gauge("kv_occupancy", "Share of a replica's KV pages that are held", pool=POOLS, replica=None),
+    gauge("pool_target", "Replicas that the controller wants", pool=POOLS),
     gauge("replicas", "Replicas that take tickets", pool=POOLS),
     counter("bytes_moved", "Wire bytes of pages that decode has opened"),
     counter("bytes_saved", "Bytes not moved because pages are converted before they travel"),
@@ -153,7 +160,7 @@ CONTROLLER = (
     *ENGINE,
 )
 
-TABLE = (*FRONTEND, *CONTROLLER)
+TABLE = (*FRONTEND, *TENANT, *CONTROLLER)
 BY_NAME = {metric.name: metric for metric in TABLE}
 # Running totals and gauges of one engine, by their name in `Heartbeat.counters`.
 ENGINE_COUNTERS = {m.name.removeprefix("pageferry_engine_").removesuffix("_total"): m for m in ENGINE}

@@ -18,8 +18,9 @@ ALLOWED = {
     "app": {"app", "actors", "cluster", "kernels.layout", "kernels"},
     "ops": set(OURS),
 }
+RAY_ALSO = ("actors/engine/replica.py", "actors/logs.py")
 HEAVY = {
-    "ray": lambda p: p.startswith(("app/", "ops/")) or p.endswith("/actor.py") or p == "actors/engine/replica.py",
+    "ray": lambda p: p.startswith(("app/", "ops/")) or p.endswith("/actor.py") or p in RAY_ALSO,
     "vllm": lambda p: p.startswith(("app/", "ops/", "actors/engine/")),
     "torch": lambda p: p.startswith(("kernels/", "actors/engine/", "ops/")),
 }

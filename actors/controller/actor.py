@@ -20,6 +20,7 @@ import msgspec
 import ray
 import ray.util.metrics
 
+from actors import logs
 from actors.controller import status as view
 from actors.controller.events import (
     Admit,
@@ -89,6 +90,7 @@ class Controller:
     def __init__(self, application: str, spec_json: str) -> None:
         import ray.serve  # here: two threads that import it at once, later, find it half imported
 
+        logs.as_component("pageferry_controller", application)
         spec = ClusterSpec.model_validate_json(spec_json)
         self._machine = Machine(spec, int((time.time() - EPOCH_ZERO_S) * 2), time.monotonic_ns())
         tune_gc()

@@ -47,6 +47,7 @@ class Exporter:
         for pool, each in status["pools"].items():
             ready = [replica for replica in each["replicas"] if replica["state"] == "ready"]
             self._emitter.set("pageferry_replicas", len(ready), pool=pool)
+            self._emitter.set("pageferry_pool_target", each["target"], pool=pool)
             for replica in each["replicas"]:
                 self._replica(pool, replica)
 

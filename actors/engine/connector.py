@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from actors import logs
 from actors.engine import vllm_patches, weights
 from actors.engine.fault_injection import FaultError, Faults
 from actors.engine.integrity.ledger import tag_epoch
@@ -49,6 +50,7 @@ vllm_patches.shorten_busy_loop()
 class FerryConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        logs.to_stderr()
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError(
                 f"this model has {len(kv_cache_config.kv_cache_groups)} KV cache groups; pages of hybrid models "

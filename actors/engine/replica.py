@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from actors import logs
 from actors.controller.actor import get_or_create
 from actors.engine.config import set_environment
 from actors.engine.server import DecodeServer, PrefillServer
@@ -48,6 +49,7 @@ class PrefillReplica:
     """Serve deployment `Prefill`: computes prompts and seals their pages."""
 
     async def __init__(self, spec_tree: dict[str, Any]) -> None:
+        logs.below_serve()
         spec = ClusterSpec.parse(spec_tree)
         self.host = PrefillServer(spec, **await _wiring(spec, Role.PREFILL))
         await self.host.start()
@@ -81,6 +83,7 @@ class DecodeReplica:
     """Serve deployment `Decode`: opens pages and decodes."""
 
     async def __init__(self, spec_tree: dict[str, Any]) -> None:
+        logs.below_serve()
         spec = ClusterSpec.parse(spec_tree)
         self.host = DecodeServer(spec, **await _wiring(spec, Role.DECODE))
         await self.host.start()

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
+from actors import logs
 from actors.messages import HandOver, Lease, LeaseLost, Opened, OpenedAt, Sealed, StagingStatus, TransferEvent, Verdict
 from actors.transfer.channel import (
     ChannelError,
@@ -390,6 +391,7 @@ class KVTransferActor(KVTransfer):
 
     async def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        logs.as_component("pageferry_transfer", f"{self._application}_{self.node_id[:12]}")
         await self.start()
 
 

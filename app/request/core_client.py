@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.messages import AdmitRequest, Claim, FrontendCommand, ReplicaId, Role
+from app.metrics import Discard, FrontendMetrics
 from app.request import context, eligibility
 from app.request.decode_stream import DecodeStream
 from app.request.driver import RequestDriver
@@ -44,13 +45,6 @@ def _alone() -> SequenceGroup:
     return group
 
 
-Observer = Callable[[str, float, dict[str, str]], None]
-
-
-def _nobody(name: str, value: float, labels: dict[str, str]) -> None:
-    pass
-
-
 class FerryCoreClient:
     """The part of vLLM's `EngineCoreClient` that AsyncLLM and the OpenAI server use.
 
@@ -71,7 +65,7 @@ class FerryCoreClient:
         num_engines: int = 1,
         tokenizer: str = "",
         retries_mismatch: bool = False,
-        observe: Observer = _nobody,
+        metrics: FrontendMetrics | None = None,
     ) -> None:
         self.frontend_id = frontend_id
         self.controller = controller
@@ -81,7 +75,7 @@ class FerryCoreClient:
         self.tokenizer = tokenizer
         self.caches_prefixes = caches_prefixes
         self.retries_mismatch = retries_mismatch
-        self.observe = observe
+        self.metrics = metrics or FrontendMetrics(Discard)
         self.on_fault: Callable[[str, RequestError], None] = lambda request_id, fault: None
         self.runs: dict[str, RequestDriver] = {}
         self.links: dict[ReplicaId, DecodeStream] = {}

@@ -19,6 +19,7 @@ from app.request.context import Caller, detached
 from app.request.decode_stream import DecodeStream
 from app.request.emitted import EmittedTokens, ReplayDiffers
 from app.request.group import SequenceGroup
+from app.request.record import RequestRecord
 from app.request.state import (
     Action,
     Admit,
@@ -64,6 +65,8 @@ class RequestDriver:
         self.request_id = request.request_id
         self.group = group
         self.caller = caller
+        name, prompt = request.external_req_id or request.request_id, request.prompt_token_ids or ()
+        self.record = RequestRecord(client.metrics, name, caller.tenant, len(prompt))
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.emitted = EmittedTokens(request.request_id, client.block_tokens if client.caches_prefixes else None)
         self._state, self._first = state.begin(eligibility.recovery_of(request), client.retries_mismatch)
@@ -140,7 +143,7 @@ class RequestDriver:
             self.tell(Broken(str(error)))
             return None
         if first and self.tokens:
-            self.client.observe("first_token", self.emitted.first_token - self.emitted.began, {})
+            self.record.first_token(self.emitted.first_token - self.emitted.began)
         if output.finish_reason is not None:
             self._engine_finished = True
             failed = output.finish_reason is FinishReason.ERROR
@@ -234,22 +237,25 @@ class RequestDriver:
         except ControllerGone as error:
             return Broken(str(error), 503)
         self.client.hold(self.group)
-        self.client.observe("admit", time.monotonic() - started, {})
+        self.record.phase("admit", time.monotonic() - started)
+        if isinstance(answer, Admitted):
+            self.record.placed(answer.ticket)
         return answer
 
     async def _lost(self, report: ReportLost) -> Event:
         self._unregister()
         self._drop_hand_over()
         if not self.group.mismatched(report.ticket.attempt):
-            self.client.observe("lost", 1, {"role": str(report.role)})
+            self.record.lost(report.role, report.replica_id, report.reason)
         try:
             answer = await self.group.lost(self, report, self.client.controller)
         except ControllerGone as error:
             return Broken(str(error), 503)
         if isinstance(answer, Admitted):
             self.client.hold(self.group)
+            self.record.placed(answer.ticket)
             if report.page_integrity and answer.leader:
-                self.client.observe("page_integrity_retry", 1, {})
+                self.record.run_again()
         return answer
 
     def _now(self) -> EngineCoreRequest:
@@ -284,8 +290,8 @@ class RequestDriver:
             return PrefillLost(f"{type(error).__name__}: {error}".splitlines()[0])
         if not self.tokens:
             self.emitted.cached_tokens = done.num_cached_tokens
-        self.client.observe("prefill", time.monotonic() - started, {})
-        self.client.observe("prefill_replica", done.seconds, {})
+        self.record.phase("prefill", time.monotonic() - started)
+        self.record.phase("prefill_replica", done.seconds)
         if samples and done.output:
             # The client has its token now; decode opens the pages meanwhile and goes on after it.
             self.client.link(ticket.decode).deliver(done.output, to=self)
@@ -302,7 +308,7 @@ class RequestDriver:
             answer = Verdict.MISSING
         except ControllerGone:
             answer = Verdict.STALE  # nobody has the proof: decode can still compute the prompt
-        self.client.observe("hand_over", time.monotonic() - started, {})
+        self.record.phase("hand_over", time.monotonic() - started)
         return HandedOver(answer) if isinstance(answer, HandOver) else NoHandOver(answer)
 
     def _drop_hand_over(self) -> None:
@@ -325,7 +331,7 @@ class RequestDriver:
         self._stream.register(self._engine_id, self)
         frames = encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
         if self.tokens and self._submissions > 1:
-            self.client.observe("resumed", 1, {})
+            self.record.as_continuation()
         call: asyncio.Future[None] | None = None
         try:
             await asyncio.wait_for(self._stream.standing(), LINK_S)
@@ -341,7 +347,7 @@ class RequestDriver:
         except Exception as error:
             logger.warning("decode %s refused request %s: %r", replica, self.request_id, error)
             return DecodeLost(replica, f"refused: {error}".splitlines()[0], len(self.tokens))
-        self.client.observe("submit", time.monotonic() - started, {})
+        self.record.phase("submit", time.monotonic() - started)
         return Submitted()
 
     # -- giving back
@@ -372,7 +378,7 @@ class RequestDriver:
         fault = end.fault
         if fault is not None:
             self.caller.fault = fault
-        self._observe_end(end)
+        self.record.ended(end, len(self.tokens), self.emitted.token_gap_s)
         if not self.admitted.done():
             if fault is not None:
                 self.admitted.set_exception(to_exception(fault))
@@ -380,15 +386,6 @@ class RequestDriver:
             else:
                 self.admitted.set_result(None)
         self.client.run_ended(self, fault)
-
-    def _observe_end(self, end: End) -> None:
-        if (gap_s := self.emitted.token_gap_s) is not None:
-            self.client.observe("token_gap", gap_s, {})
-        if end.fault is not None and end.fault.retry_after_s > 0:
-            self.client.observe("busy", 1, {})
-        if end.fault is not None and end.fault.kind == state.PAGE_INTEGRITY_ERROR:
-            self.client.observe("page_integrity_error", 1, {})
-        self.client.observe("ended", len(self.tokens), {"outcome": str(end.outcome)})
 
 
 def encode(request: EngineCoreRequest) -> list[bytes]:

@@ -64,8 +64,8 @@ def status(moved: int = 0, checks: float = 0.0, held: int = 3, incarnation: int 
         "staging": {"nodes": {"n": {"bytes_held": 7, "bytes_max": 9}}},
         "scaling": {"decided": {"decode": {"up": 3, "down": 1}, "prefill": {"up": 0, "down": 0}}},
         "pools": {
-            "prefill": {"replicas": [replica("p", "bfloat16")]},
-            "decode": {"replicas": [replica("d", "float8_e4m3fn")]},
+            "prefill": {"target": 1, "replicas": [replica("p", "bfloat16")]},
+            "decode": {"target": 2, "replicas": [replica("d", "float8_e4m3fn")]},
         },
     }
 

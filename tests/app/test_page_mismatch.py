@@ -14,11 +14,14 @@ from fake_cluster import FakeCluster, request, tokens_of, until
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from actors.messages import Outcome, Overloaded, Role
+from app.metrics import FrontendMetrics
 from app.request.core_client import GROUP, FerryCoreClient
 from app.request.group import SequenceGroup
 from app.request.state import PAGE_INTEGRITY_ERROR, RequestError
 
 STOP = FinishReason.STOP
+RETRIES = "pageferry_page_integrity_retries_total"
+ERRORS = "pageferry_page_integrity_errors_total"
 
 
 class Watch:
@@ -27,13 +30,30 @@ class Watch:
     def __init__(self, far: FakeCluster) -> None:
         self.seen: dict[str, float] = {}
         self.faults: list[RequestError] = []
+        metrics = FrontendMetrics(self)
         self.client = FerryCoreClient(
-            "f", far, far, far, block_tokens=4, retries_mismatch=True, num_engines=2, observe=self._observe
+            "f", far, far, far, block_tokens=4, retries_mismatch=True, num_engines=2, metrics=metrics
         )
         self.client.on_fault = lambda request_id, fault: self.faults.append(fault)
 
-    def _observe(self, name: str, value: float, labels: dict[str, str]) -> None:
-        self.seen[name] = self.seen.get(name, 0) + 1
+    def __getattr__(self, kind: str) -> Any:
+        """The metrics backend: how often each metric was recorded with something."""
+        assert kind in ("Counter", "Gauge", "Histogram")
+        return self._make
+
+    def _make(self, name: str, **_: Any) -> Any:
+        seen = self.seen
+
+        class Made:
+            def set_default_tags(self, tags: dict[str, str]) -> None:
+                pass
+
+            def inc(self, value: float, tags: dict[str, str]) -> None:
+                seen[name] = seen.get(name, 0) + (value > 0)
+
+            set = observe = _record = inc
+
+        return Made()
 
     async def add(self, *requests: EngineCoreRequest) -> None:
         group = SequenceGroup(len(requests))
@@ -74,8 +94,8 @@ async def test_it_goes_on_elsewhere_from_its_tokens_and_apart(far: FakeCluster) 
     assert await tokens_of(watch.client, "r", 1) == [52]
     await watch.settled()
     assert far.ends == [(1, Outcome.DONE, 3)] and watch.faults == []
-    assert watch.seen["page_integrity_retry"] == 1 and watch.seen["resumed"] == 1
-    assert "lost" not in watch.seen and "page_integrity_error" not in watch.seen
+    assert watch.seen[RETRIES] == 1 and watch.seen["pageferry_resumed_total"] == 1
+    assert watch.seen["pageferry_replicas_lost_total"] == watch.seen[ERRORS] == 0
     assert d1.aborted == [], "the engine had ended it by itself"
 
 
@@ -91,7 +111,7 @@ async def test_a_second_time_it_ends(far: FakeCluster) -> None:
     [fault] = watch.faults
     assert (fault.status, fault.kind) == (500, PAGE_INTEGRITY_ERROR) and "same reason before" in fault.message
     assert far.ends == [(1, Outcome.FAILED, 1)]
-    assert watch.seen["page_integrity_retry"] == 1 and watch.seen["page_integrity_error"] == 1
+    assert watch.seen[RETRIES] == 1 and watch.seen[ERRORS] == 1
 
 
 async def test_tenants_stay_apart_when_they_run_again(far: FakeCluster) -> None:
@@ -121,7 +141,7 @@ async def test_without_room_it_ends_with_the_reason(far: FakeCluster) -> None:
     await watch.settled()
     [fault] = watch.faults
     assert (fault.status, fault.kind) == (500, PAGE_INTEGRITY_ERROR) and "decode is full" in fault.message
-    assert "page_integrity_retry" not in watch.seen
+    assert watch.seen[RETRIES] == 0
 
 
 async def two(watch: Watch, far: FakeCluster, **params: Any) -> tuple[str, str]:
@@ -146,7 +166,7 @@ async def test_siblings_that_are_hit_together_count_once(far: FakeCluster) -> No
     assert d2.submitted["a~2"].cache_salt == d2.submitted["b~2"].cache_salt, "they share the prompt's pages again"
     d2.emit(second, 60, cached=0, finish=STOP)
     await watch.settled()
-    assert watch.seen["page_integrity_retry"] == 1 and far.mismatches == 1 and len(far.losses) == 1
+    assert watch.seen[RETRIES] == 1 and far.mismatches == 1 and len(far.losses) == 1
     assert watch.faults == [] and far.ends == [(1, Outcome.DONE, 3)]
 
 

@@ -1,0 +1,40 @@
+"""Every process of the service logs as Ray Serve does: same files, same format, JSON where Serve logs JSON.
+
+Our loggers are all below `pageferry`; in a process that Serve has not set up nobody would listen to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+SERVE = "ray.serve"
+FORMAT = "%(levelname)s %(asctime)s %(name)s -- %(message)s"
+
+
+def below_serve() -> None:
+    """In a replica: what we log goes where Serve's own messages of this replica go, also after it is reconfigured."""
+    logging.getLogger("pageferry").parent = logging.getLogger(SERVE)
+
+
+def as_component(name: str, ident: str) -> None:
+    """In an actor that is none of Serve's: a log file beside theirs, set up by Serve itself.
+
+    The format is that of `RAY_SERVE_LOG_ENCODING`; an application's own `logging_config` does not reach it.
+    """
+    from ray.serve._private.logging_utils import configure_component_logger
+    from ray.serve.schema import LoggingConfig
+
+    configure_component_logger(component_name=name, component_id=ident, logging_config=LoggingConfig())
+    below_serve()
+
+
+def to_stderr() -> None:
+    """In an engine's process, where there is no Ray: to standard error, which Ray keeps in the worker's files."""
+    logger = logging.getLogger("pageferry")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(FORMAT))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
