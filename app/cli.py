@@ -21,6 +21,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "serve": Command("app.commands.serve", "start the service from a topology file"),
     "status": Command("app.commands.status", "pools, replicas, tickets and bytes of a running service"),
+    "scale": Command("app.commands.scale", "set the size of a pool of a running service by hand"),
     "dashboards": Command("ops.grafana.cli", "put the dashboards into a Grafana, or write its provisioning files"),
     "chaos": Command("ops.chaos.cli", "inject faults and show that every one is caught"),
     "kernels": Command("ops.kernels.cli", "compile kernels ahead of time, benchmark them"),

@@ -25,7 +25,11 @@ from cluster.spec import ClusterSpec
 @serve.ingress()
 class Frontend:
     async def __init__(
-        self, spec_tree: dict[str, Any], prefill: DeploymentHandle[Any] | None, decode: DeploymentHandle[Any]
+        self,
+        spec_tree: dict[str, Any],
+        deployment: int,
+        prefill: DeploymentHandle[Any] | None,
+        decode: DeploymentHandle[Any],
     ) -> None:
         from actors.controller.actor import get_or_create
         from actors.engine.config import set_environment
@@ -36,7 +40,9 @@ class Frontend:
         set_environment(spec, Role.DECODE)
         context = serve.get_replica_context()
         self.frontend_id = context.replica_id.unique_id
-        self.controller = RemoteController(lambda: get_or_create(context.app_name, spec), self.frontend_id)
+        self.controller = RemoteController(
+            lambda: get_or_create(context.app_name, spec, deployment), self.frontend_id, deployment=deployment
+        )
         self.decode = RemoteDecode(decode, self.frontend_id)
         self.prefill = RemotePrefill(prefill if prefill is not None else decode, self.frontend_id)
         self._has_prefill = prefill is not None
@@ -86,6 +92,7 @@ class Frontend:
             status=self.controller.status,
             audit=self._audit,
             health=self._missing,
+            scale=self.controller.set_target,
             fault=self._fault if spec.faults.kinds else None,
         )
 

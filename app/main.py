@@ -5,6 +5,7 @@ Needs no engine where it runs: replicas import theirs when they start.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import yaml
@@ -32,13 +33,17 @@ def build(args: dict[str, str]) -> Application:
 
 
 def application(spec: ClusterSpec) -> Application:
-    """Frontend, Prefill and Decode. The controller and the transfer actors are found or made by who needs them."""
+    """Frontend, Prefill and Decode. The controller and the transfer actors are found or made by who needs them.
+
+    Each call makes a deployment of its own number, the time in nanoseconds: of two that are there at once, in a rolling
+    update, the later one's configuration counts.
+    """
     refuse_unfit_cpu_pools(spec)
     refuse_poor_quality(spec)
-    tree = spec.model_dump(mode="json")
-    decode = serve.deployment(DecodeReplica, **deployment_options(spec, "decode")).bind(tree)
+    tree, number = spec.model_dump(mode="json"), time.time_ns()
+    decode = serve.deployment(DecodeReplica, **deployment_options(spec, "decode")).bind(tree, number)
     prefill = None
     if has_prefill(spec):
-        prefill = serve.deployment(PrefillReplica, **deployment_options(spec, "prefill")).bind(tree)
-    application: Application = serve.deployment(Frontend, **frontend_options(spec)).bind(tree, prefill, decode)
+        prefill = serve.deployment(PrefillReplica, **deployment_options(spec, "prefill")).bind(tree, number)
+    application: Application = serve.deployment(Frontend, **frontend_options(spec)).bind(tree, number, prefill, decode)
     return application

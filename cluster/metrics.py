@@ -139,8 +139,10 @@ CONTROLLER = (
         "kv_blocks", "KV pages of a replica, by state", pool=POOLS, replica=None, state=("free", "held", "quarantined")
     ),
     gauge("kv_occupancy", "Share of a replica's KV pages that are held", pool=POOLS, replica=None),
-    gauge("pool_target", "Replicas that the controller wants", pool=POOLS),
+    gauge("pool_target", "Replicas that Serve holds the pool at", pool=POOLS),
     gauge("replicas", "Replicas that take tickets", pool=POOLS),
+    gauge("replicas_starting", "Replicas that load their engine", pool=POOLS),
+    gauge("replicas_unplaced", "Replicas that found no room on any node: alert when it stays", pool=POOLS),
     counter("bytes_moved", "Wire bytes of pages that decode has opened"),
     counter("bytes_saved", "Bytes not moved because pages are converted before they travel"),
     counter("tokens_moved", "Prompt tokens whose pages decode took over"),

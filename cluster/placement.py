@@ -11,6 +11,7 @@ from cluster.spec import ClusterSpec, PoolSpec
 MAX_ONGOING = 100_000
 DRAIN_S = 24 * 3600.0  # decode and frontends leave when their requests have ended, however long they are
 ROUTER = "app.rpc.router.AddressedRouter"
+POLICY = "actors.controller.serve_policy:FollowController"
 
 
 def resources(pool: PoolSpec) -> dict[str, Any]:
@@ -35,12 +36,21 @@ def resources(pool: PoolSpec) -> dict[str, Any]:
 
 
 def deployment_options(spec: ClusterSpec, role: Literal["prefill", "decode"]) -> dict[str, Any]:
-    """Options of `serve.deployment` for a pool. Serve never scales by itself: the controller decides, or nobody."""
+    """Options of `serve.deployment` for a pool. Its size is what the controller says, within the pool's bounds.
+
+    Serve starts it at the lower bound and keeps its size when it is deployed again.
+    """
     pool = spec.pools.prefill if role == "prefill" else spec.pools.decode
     drain_s = spec.transfer.hand_over_s if role == "prefill" else spec.scaling.drain_deadline_s or DRAIN_S
     return {
         "name": "Prefill" if role == "prefill" else "Decode",
-        "num_replicas": pool.replicas,
+        "autoscaling_config": {
+            "min_replicas": pool.bounds[0],
+            "max_replicas": max(1, pool.bounds[1]),
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            "policy": {"policy_function": POLICY, "policy_kwargs": {"pool": role}},
+        },
         "max_ongoing_requests": MAX_ONGOING,
         "graceful_shutdown_wait_loop_s": 0.5,
         "graceful_shutdown_timeout_s": drain_s,

@@ -1,4 +1,4 @@
-"""The controller as a Ray actor: futures for calls that wait, a clock, a tick, one actuator. No decisions in here.
+"""The controller as a Ray actor: futures for calls that wait, a clock, a tick. No decisions in here.
 
 One named, detached actor an application. It ends itself when the application that it serves is gone.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +18,7 @@ import ray
 import ray.util.metrics
 
 from actors import logs
+from actors.background import repeat
 from actors.controller import status as view
 from actors.controller.events import (
     Admit,
@@ -35,13 +33,13 @@ from actors.controller.events import (
     Leaving,
     Log,
     Lost,
+    PlatformSize,
     Replace,
     ReplicaHeartbeat,
     ReplicaLeft,
+    ReplicaStarting,
     Reply,
-    Scale,
-    Scaled,
-    Targets,
+    SetTarget,
     Tick,
     ToFrontend,
     Transfer,
@@ -63,7 +61,6 @@ from actors.messages import (
     Outcome,
     Overloaded,
     Role,
-    ScaleDecision,
     StagingStatus,
     Ticket,
     TransferEvent,
@@ -73,12 +70,11 @@ from cluster.metrics import Emitter
 from cluster.names import NAMESPACE, controller_actor, transfer_actor
 from cluster.spec import ClusterSpec
 
-DEPLOYMENTS = {Role.PREFILL: "Prefill", Role.DECODE: "Decode"}
 TICK_S = 0.1
 EXPORT_S = 2.0
 PING_S = 0.5  # how soon the death of a process is seen; longer with more than PINGS_MAX of them
 PINGS_MAX = 200
-ORPHAN_S = 20.0  # nobody heard for this long: look whether the application still exists
+ALONE_S = 40.0  # neither Serve nor a process of the application heard for this long: it is gone
 EPOCH_ZERO_S = 1_577_836_800  # 2020-01-01; epochs count half seconds from there, so a later life has a higher one
 
 logger = logging.getLogger("pageferry.controller")
@@ -87,19 +83,19 @@ logger = logging.getLogger("pageferry.controller")
 class Controller:
     """Run as a Ray actor; see `get_or_create`. Every method is typed by `actors.messages`."""
 
-    def __init__(self, application: str, spec_json: str) -> None:
+    def __init__(self, application: str, spec_json: str, deployment: int) -> None:
         import ray.serve  # here: two threads that import it at once, later, find it half imported
 
         logs.as_component("pageferry_controller", application)
         spec = ClusterSpec.model_validate_json(spec_json)
-        self._machine = Machine(spec, int((time.time() - EPOCH_ZERO_S) * 2), time.monotonic_ns())
+        epoch, fresh = int((time.time() - EPOCH_ZERO_S) * 2), not _is_restarted()
+        self._machine = Machine(spec, epoch, time.monotonic_ns(), fresh, deployment)
         tune_gc()
         self._application = application
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
         self._orders: dict[str, asyncio.Queue[FrontendCommand]] = {}
         self._polls: Counter[str] = Counter()  # frontend -> long polls that wait on its orders
-        self._actuator = ServeActuator(application)
         self._tasks: set[asyncio.Task[None]] = set()
         self._watched: set[str] = set()
         self._heard_at = time.monotonic()
@@ -119,6 +115,11 @@ class Controller:
         self._heard_at = time.monotonic()
         reply: HeartbeatReply = await self._ask(lambda call_id: ReplicaHeartbeat(call_id, heartbeat))
         return reply
+
+    async def replica_starting(self, replica_id: str, pool: Role) -> None:
+        """From a replica whose engine loads, every few seconds."""
+        self._heard_at = time.monotonic()
+        self._run(ReplicaStarting(replica_id, Role(pool)))
 
     async def replica_leaving(self, replica_id: str) -> None:
         """From the router: Serve is stopping this replica."""
@@ -147,9 +148,9 @@ class Controller:
         self._watch_process(frontend_id, FrontendGone(frontend_id))
         return msgspec.structs.replace(reply, orders=tuple(self._waiting_orders(frontend_id)))
 
-    async def configure(self, spec_json: str) -> None:
+    async def configure(self, spec_json: str, deployment: int) -> None:
         """From a frontend that meets a new life of this actor, which knows only what the first one was made with."""
-        self._run(Configure(ClusterSpec.model_validate_json(spec_json)))
+        self._run(Configure(ClusterSpec.model_validate_json(spec_json), deployment))
 
     async def adopt(self, frontend_id: str, claims: Sequence[Claim]) -> int:
         self._run(Adopt(frontend_id, tuple(claims)))
@@ -217,10 +218,18 @@ class Controller:
         self._start()
         return view.audit(self._machine)
 
-    async def set_target(self, pool: Role, target: int) -> str:
-        """Scales by hand (`off` mode, rolling changes). Empty when the platform took it, else what it said."""
-        decision = ScaleDecision(pool=Role(pool), current=-1, target=target, reason="asked for by hand")
-        return await self._actuator.scale(decision)
+    async def set_target(self, pool: Role, target: int, hold_s: float = 0.0) -> str:
+        """Scales by hand, in every mode; nothing is decided about the pool for `hold_s`. "" when taken, or why not."""
+        problem: str = await self._ask(lambda call_id: SetTarget(call_id, Role(pool), target, hold_s))
+        return problem
+
+    # -- Serve
+
+    async def platform_size(self, pool: Role, current: int, target: int) -> int | None:
+        """From Serve's autoscaling policy: what it holds. Returns what it should hold, None: as it is."""
+        self._heard_at = time.monotonic()
+        wanted: int | None = await self._ask(lambda call_id: PlatformSize(call_id, Role(pool), current, target))
+        return wanted
 
     # -- inside
 
@@ -254,8 +263,6 @@ class Controller:
                 future.set_result(effect.value)
         elif isinstance(effect, ToFrontend):
             self._orders.setdefault(effect.frontend_id, asyncio.Queue()).put_nowait(effect.order)
-        elif isinstance(effect, Scale):
-            self._spawn(self._scale(effect.decision))
         elif isinstance(effect, Replace):
             self._spawn(self._replace(effect))
         elif isinstance(effect, Log):
@@ -263,33 +270,29 @@ class Controller:
 
     def _start(self) -> None:
         if not self._tasks:
-            self._spawn(self._tick_loop())
-            self._spawn(self._export_loop())
-            self._spawn(self._watch_loop())
+            self._spawn(repeat("the controller's tick", self._tick, TICK_S, logger))
+            self._spawn(repeat("the export of metrics", self._export, EXPORT_S, logger))
+            self._spawn(repeat("the watch for the application's end", self._end_when_alone, ALONE_S / 4, logger))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tick_loop(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            try:
-                self._run(Tick())
-            except Exception:
-                logger.exception("tick failed")
-            for frontend_id in self._orders.keys() - self._machine.frontends.keys():
-                if not self._polls[frontend_id]:  # else a long poll waits on it
-                    del self._orders[frontend_id], self._polls[frontend_id]
+    def _tick(self) -> None:
+        self._run(Tick())
+        for frontend_id in self._orders.keys() - self._machine.frontends.keys():
+            if not self._polls[frontend_id]:  # else a long poll waits on it
+                del self._orders[frontend_id], self._polls[frontend_id]
 
-    async def _export_loop(self) -> None:
-        while True:
-            await asyncio.sleep(EXPORT_S)
-            try:
-                self._exporter.export(view.status(self._machine, time.monotonic_ns()))
-            except Exception:
-                logger.exception("metrics were not exported")
+    def _export(self) -> None:
+        self._exporter.export(view.status(self._machine, time.monotonic_ns()))
+
+    def _end_when_alone(self) -> None:
+        """Serve asks for the pools' sizes while the application exists, and its processes say that they live."""
+        if time.monotonic() - self._heard_at > ALONE_S:
+            logger.info("nobody was heard for %g s: the application is gone, and the controller ends", ALONE_S)
+            ray.kill(ray.get_runtime_context().current_actor)
 
     # -- processes
 
@@ -324,55 +327,6 @@ class Controller:
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("%s %s cannot be ended: %s", effect.kind, effect.name, error)
 
-    async def _scale(self, decision: ScaleDecision) -> None:
-        problem = await self._actuator.scale(decision)
-        self._run(Scaled(decision.pool, decision.target, not problem, problem))
-
-    async def _watch_loop(self) -> None:
-        """Learns the platform's targets at the start, and ends this actor when its application is gone."""
-        targets = await self._actuator.targets()
-        if targets is not None:
-            self._run(targets)
-        while True:
-            await asyncio.sleep(ORPHAN_S / 4)
-            if time.monotonic() - self._heard_at < ORPHAN_S:
-                continue
-            if not await asyncio.to_thread(_runs, self._application):
-                logger.info("the application is gone: the controller ends")
-                ray.kill(ray.get_runtime_context().current_actor)
-                return
-
-
-class ServeActuator:
-    """Ray Serve's external scaler: the one road by which a pool changes its size."""
-
-    def __init__(self, application: str) -> None:
-        self._application = application
-
-    async def scale(self, decision: ScaleDecision) -> str:
-        """Empty when Serve took the target, else what it said."""
-        try:
-            path = f"/api/v1/applications/{self._application}/deployments/{DEPLOYMENTS[decision.pool]}/scale"
-            await asyncio.to_thread(_call_dashboard, path, {"target_num_replicas": decision.target})
-        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    async def targets(self) -> Targets | None:
-        """What Serve holds each pool at, or None when it does not say."""
-        try:
-            details = await asyncio.to_thread(_call_dashboard, "/api/serve/applications/", None)
-            deployments = details["applications"][self._application]["deployments"]
-            sizes = {
-                role: int(deployments[name]["target_num_replicas"])
-                for role, name in DEPLOYMENTS.items()
-                if name in deployments
-            }
-        except (OSError, ValueError, KeyError, RuntimeError, ray.exceptions.RayError) as error:
-            logger.info("Serve does not tell the pools' targets: %s", error)
-            return None
-        return Targets(sizes.get(Role.PREFILL, 0), sizes.get(Role.DECODE, 0))
-
 
 def _actor_of(suffix: str) -> Any:
     """The named actor, of Serve or ours, whose name ends so; None when there is none."""
@@ -385,29 +339,12 @@ def _actor_of(suffix: str) -> Any:
     return None
 
 
-def _runs(application: str) -> bool:
-    from ray import serve
-
-    return application in serve.status().applications
-
-
-def _call_dashboard(path: str, body: dict[str, Any] | None) -> Any:
-    from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
-    from ray.dashboard.utils import ray_address_to_api_server_url
-
-    base = ray_address_to_api_server_url(ray.get_runtime_context().gcs_address)
-    headers = {"Content-Type": "application/json"}
-    headers |= get_auth_headers_if_auth_enabled(headers)
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(base.rstrip("/") + path, data=data, headers=headers)
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{path} answered {error.code}: {error.read(500).decode(errors='replace')}") from None
+def _is_restarted() -> bool:
+    """Whether this process is a later life of the actor."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def get_or_create(application: str, spec: ClusterSpec) -> Any:
+def get_or_create(application: str, spec: ClusterSpec, deployment: int) -> Any:
     """The application's controller; made if it is not there."""
     return (
         ray.remote(Controller)
@@ -423,5 +360,5 @@ def get_or_create(application: str, spec: ClusterSpec) -> Any:
             # Else, made by a replica that is a placement group, it would belong to that group and end with it for good.
             scheduling_strategy="DEFAULT",
         )
-        .remote(application, spec.model_dump_json())
+        .remote(application, spec.model_dump_json(), deployment)
     )

@@ -2,13 +2,15 @@
 
 Decode is scaled by KV occupancy: blocks that running requests will have taken at their expected ends, plus what waits
 in the queue, against the blocks of all replicas that are there or on their way. Added is what a surge will have
-brought by the time that a replica ordered now is up; what counts as a surge, and how fast it grows, is decided in
-`surge.py`. Prefill is scaled by prompt tokens not computed yet.
+brought by the time that a replica ordered now is up, at most what the queue can hold; what counts as a surge, and how
+fast it grows, is decided in `surge.py`. Prefill is scaled by prompt tokens not computed yet.
+
+Every decision starts from what the platform holds (`pool_sizes.py`); while that is not known, none is made.
 
 Between `target_low` and `target_high` nothing happens; outside, the pool goes to the middle of the band. Going up needs
-`up_hold_s` of pressure, or a surge, which has been told from chance already; going down needs `down_hold_s` without
-any, and keeps what the inflow of the last `warm_up_s` holds in the long run. A replica is cold for `warm_up_s` after it
-joined; its coming capacity counts, so that nobody orders the same capacity twice.
+`up_hold_s` of pressure, or a surge, which has been told from chance already; going down needs `down_hold_s`, or a
+replica's start-up time, without any, and keeps what the inflow of the last `warm_up_s` holds in the long run. A replica
+is cold for `warm_up_s` after it joined; its coming capacity counts, so that nobody orders the same capacity twice.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from actors.controller.events import Scaled
 from actors.controller.forecast import SECOND, Forecast, blocks_for
 from actors.controller.journal import Tracked, TrackedDeque, TrackedDict
+from actors.controller.pool_sizes import PoolSizes
 from actors.controller.queue import AdmissionQueue
 from actors.controller.registry import Registry, Replica
 from actors.controller.spike import Trend
 from actors.messages import Role, ScaleDecision
+from cluster.placement import has_prefill
 from cluster.spec import ClusterSpec, PoolSpec, ScalingSpec
 
 EVERY_NS = SECOND // 2
-RETRY_NS = 5 * SECOND  # after the platform refused
 REMEMBERED = 50
 
 
@@ -42,6 +44,7 @@ class Load:
     idle: bool  # nobody runs, nobody waits
     growth: float = 0.0  # of `demand`, a second, beyond what chance explains
     steady: float = 0.0  # what the present inflow holds in the long run
+    holds: float = 0.0  # all replicas that are there and the queue, filled to its bound
     cold: int = 0  # replicas there, not warm yet
     stale: int = 0
 
@@ -56,7 +59,8 @@ class _Track(Tracked):
     above_since_ns: int = 0
     grown_ns: int | None = None  # when it was last scaled up
     held_until_ns: int = 0
-    reason: str = "nothing decided yet"
+    by_hand_until_ns: int = 0
+    reason: str = ""
 
     def add(self, now_ns: int, replicas: float, idle: bool, keep_ns: int) -> None:
         self.samples.append((now_ns, replicas, idle))
@@ -78,12 +82,12 @@ class _Track(Tracked):
 
 
 class Autoscaler(Tracked):
-    def __init__(self, spec: ClusterSpec, now_ns: int) -> None:
+    """`fresh`: the application starts with this life of the controller, so its pools get the sizes of the spec."""
+
+    def __init__(self, spec: ClusterSpec, now_ns: int, fresh: bool = True) -> None:
         self._spec = spec
         self._scaling: ScalingSpec = spec.scaling
-        self.targets: TrackedDict[Role, int] = TrackedDict(
-            {Role.PREFILL: spec.pools.prefill.replicas, Role.DECODE: spec.pools.decode.replicas}
-        )
+        self.sizes = PoolSizes({role: self._pool(role).replicas for role in self._roles} if fresh else None)
         self._tracks = {Role.PREFILL: _Track(), Role.DECODE: _Track()}
         self._next_ns = now_ns
         self._trend = Trend()
@@ -94,24 +98,44 @@ class Autoscaler(Tracked):
         )
 
     def configure(self, spec: ClusterSpec) -> None:
-        """The platform has been told the new numbers of replicas with the rest of the configuration."""
-        for role in Role:
-            before, now = self._pool(role), spec.pools.decode if role is Role.DECODE else spec.pools.prefill
-            low, high = now.bounds
-            wanted = self.targets[role] if now.replicas == before.replicas else now.replicas
-            self.targets[role] = min(max(wanted, low), high)
+        """A pool whose `replicas` has changed gets that size; else the platform keeps what it has."""
+        before = {role: self._pool(role).replicas for role in Role}
         self._spec, self._scaling = spec, spec.scaling
+        for role in self._roles:
+            if (replicas := self._pool(role).replicas) != before[role]:
+                self.sizes.want(role, replicas)
 
     def reason(self, pool: Role) -> str:
-        return self._tracks[pool].reason
+        why = self._tracks[pool].reason or ("off" if self._scaling.mode == "off" else "nothing decided yet")
+        return f"{self.sizes.unplaced_text(pool)}; {why}" if self.sizes.unplaced(pool) else why
 
-    def scaled(self, event: Scaled, now_ns: int) -> None:
-        """The platform took the target, or refused it: then the old one stands and is asked for again later."""
-        if not event.ok:
-            last = next((d for _, d in reversed(self.decisions) if d.pool is event.pool), None)
-            if last is not None and last.target == event.target:
-                self.targets[event.pool] = last.current
-            self._tracks[event.pool].held_until_ns = now_ns + RETRY_NS
+    def start_up_s(self, role: Role) -> float:
+        """Seconds from the order of a replica to its first ticket: as seen, or `warm_up_s` before any was."""
+        return self.sizes.start_up_ns(role) / SECOND or self._scaling.warm_up_s
+
+    def set_by_hand(self, role: Role, target: int, hold_s: float, now_ns: int) -> str:
+        """In every mode; nothing is decided for that pool until the hold ends. Returns why not, "" when taken."""
+        low, high = self._pool(role).bounds
+        if role not in self._roles:
+            return f"there is no {role} pool: set pools.{role}.replicas or max_replicas and deploy"
+        if not low <= target <= high:
+            return f"{target} {role} replicas are outside pools.{role}.min_replicas {low} .. max_replicas {high}"
+        current = self.sizes.target(role, now_ns)
+        if current is None:
+            return "the platform has not said for some seconds how many replicas it holds; try again"
+        if target > current and target > (fits := self._affordable(role, now_ns)):
+            return f"scaling.gpu_budget {self._scaling.gpu_budget} allows {fits} {role} replicas, not {target}"
+        hold_ns = int(hold_s * SECOND)
+        self._tracks[role].by_hand_until_ns = now_ns + hold_ns
+        why = f"set by hand, held for {hold_s:g} s" if self._scaling.mode != "off" else "set by hand"
+        self._tracks[role].reason = why
+        self.sizes.want(role, target)
+        if target != current:
+            self._record(
+                ScaleDecision(pool=role, current=current, target=target, reason=why, hold_until_ns=now_ns + hold_ns),
+                now_ns,
+            )
+        return ""
 
     def decide(self, registry: Registry, room: AdmissionQueue, forecast: Forecast, now_ns: int) -> list[ScaleDecision]:
         if self._scaling.mode == "off" or now_ns < self._next_ns:
@@ -119,14 +143,16 @@ class Autoscaler(Tracked):
         self._next_ns = now_ns + EVERY_NS
         decode = decode_load(registry, room, forecast, self._spec, self._blocks, now_ns)
         look_ns, warm_ns = int(self._scaling.look_back_s * SECOND), int(self._scaling.warm_up_s * SECOND)
-        self._trend.add(forecast, decode.demand, look_ns, warm_ns, now_ns)
+        ahead_ns = int(self.start_up_s(Role.DECODE) * SECOND)
+        self._trend.add(forecast, decode.demand, look_ns, warm_ns, ahead_ns, now_ns)
         decode = replace(decode, growth=self._trend.growth, steady=self._trend.steady)
         if any(r.role is Role.DECODE for r in registry.replicas.values()):
             self._blocks = decode.per_replica
-        wishes = {
-            Role.DECODE: self._wish(Role.DECODE, decode, now_ns),
-            Role.PREFILL: self._wish(Role.PREFILL, prefill_load(registry, room, self._spec, now_ns), now_ns),
-        }
+        loads = {Role.DECODE: decode, Role.PREFILL: prefill_load(registry, room, forecast, self._spec, now_ns)}
+        unknown = [role for role in self._roles if self.sizes.target(role, now_ns) is None]
+        for role in unknown:
+            self._tracks[role].reason = "the platform has not said how many replicas it holds: nothing is decided"
+        wishes = {} if unknown else {role: self._wish(role, loads[role], now_ns) for role in self._roles}
         return self._within_budget(wishes, now_ns)
 
     # -- one pool
@@ -134,22 +160,27 @@ class Autoscaler(Tracked):
     def _pool(self, role: Role) -> PoolSpec:
         return self._spec.pools.decode if role is Role.DECODE else self._spec.pools.prefill
 
+    @property
+    def _roles(self) -> tuple[Role, ...]:
+        """Of the pools that are deployed. Decode holds what has been paid for already: it goes first."""
+        return (Role.DECODE, Role.PREFILL) if has_prefill(self._spec) else (Role.DECODE,)
+
+    def _held(self, role: Role, now_ns: int) -> int:
+        """What the platform holds or is about to."""
+        wanted = self.sizes.wanted(role)
+        return self.sizes.target(role, now_ns) or 0 if wanted is None else wanted
+
     def _wish(self, role: Role, load: Load, now_ns: int) -> tuple[int, str]:
         """The target this pool wants by itself, and why."""
-        scaling, track, current = self._scaling, self._tracks[role], self.targets[role]
-        low, high = self._pool(role).bounds
-        if high == 0:
-            return 0, "the pool is off"
-        down_ns, up_ns = int(scaling.down_hold_s * SECOND), int(scaling.up_hold_s * SECOND)
+        scaling, track, current = self._scaling, self._tracks[role], self._held(role, now_ns)
+        up_ns = int(scaling.up_hold_s * SECOND)
+        # What is given up costs a start-up to get back: what was needed within that time is kept.
+        down_ns = int(max(scaling.down_hold_s, self.start_up_s(role)) * SECOND)
         look_ns = int(scaling.look_back_s * SECOND)
         track.add(now_ns, load.demand / load.per_replica, load.idle, max(down_ns, look_ns))
-        coming = load.growth * scaling.warm_up_s
+        coming = min(load.growth * self.start_up_s(role), max(0.0, load.holds - load.demand))
         if current == 0:
-            if load.idle:
-                return low, "idle at zero"
-            return self._bounded(
-                role, 1, math.ceil(load.demand / load.per_replica / self._middle), "woken by a request"
-            )
+            return self._wake(role, load, now_ns)
         need = track.mean(now_ns, look_ns)
         if load.queued or coming:  # no averaging of what waits or is certain to come
             need = max(need, (load.demand + coming) / load.per_replica)
@@ -158,7 +189,7 @@ class Autoscaler(Tracked):
         told += f", {coming:.0f} more to come" if coming else ""
         told += f") of {load.per_replica * current:.0f}: {pressure:.0%}"
         told += f"; {load.cold} cold" if load.cold else ""
-        told += f"; {load.stale} stale and counted as full" if load.stale else ""
+        told += f"; {load.stale} stale" if load.stale else ""
         if pressure > scaling.target_high:
             track.above_since_ns = track.above_since_ns or now_ns
             if not coming and now_ns - track.above_since_ns < up_ns:
@@ -168,8 +199,21 @@ class Autoscaler(Tracked):
         track.above_since_ns = 0
         return self._down(role, load, told, now_ns, down_ns)
 
+    def _wake(self, role: Role, load: Load, now_ns: int) -> tuple[int, str]:
+        """From zero: decode at once, prefill when there is work for it, since decode computes the prompts meanwhile."""
+        track, (low, _) = self._tracks[role], self._pool(role).bounds
+        look_ns = int(self._scaling.look_back_s * SECOND)
+        if role is Role.DECODE:
+            if load.idle:
+                return low, "idle at zero"
+            return self._bounded(role, 1, max(1, math.ceil(load.demand / load.per_replica)), "woken by a request")
+        need = track.mean(now_ns, look_ns)
+        if need < self._scaling.target_low or not track.covers(now_ns, look_ns):
+            return low, "idle at zero" if not need else f"decode computes the prompts: {need:.0%} of a replica's work"
+        return max(low, 1), f"woken by {need:.0%} of a replica's work"
+
     def _down(self, role: Role, load: Load, told: str, now_ns: int, down_ns: int) -> tuple[int, str]:
-        track, current = self._tracks[role], self.targets[role]
+        track, current = self._tracks[role], self._held(role, now_ns)
         low, _ = self._pool(role).bounds
         if current <= low or not track.covers(now_ns, down_ns):
             return current, f"{told}, held"
@@ -182,10 +226,10 @@ class Autoscaler(Tracked):
             return current, f"{told}, in its band"
         if current == 1:
             if low == 0 and track.was_idle():
-                return 0, f"idle for {self._scaling.down_hold_s:g} s"
+                return 0, f"idle for {down_ns / SECOND:.0f} s"
             return 1, f"{told}, one replica is the least while requests come"
         wanted = max(1, math.ceil(worst / self._middle))
-        why = f"{told}, never above {worst / current:.0%} in {self._scaling.down_hold_s:g} s"
+        why = f"{told}, never above {worst / current:.0%} in {down_ns / SECOND:.0f} s"
         return self._bounded(role, current, min(wanted, current), why)
 
     @property
@@ -205,43 +249,46 @@ class Autoscaler(Tracked):
 
     def _within_budget(self, wishes: dict[Role, tuple[int, str]], now_ns: int) -> list[ScaleDecision]:
         found = []
-        for role in (Role.DECODE, Role.PREFILL):  # decode holds what has been paid for already: it goes first
-            target, why = wishes[role]
-            current, track = self.targets[role], self._tracks[role]
-            track.reason = why
-            if target > current:
-                fits = self._affordable(role, wishes)
-                if fits < target:
-                    target, why = (
-                        max(current, fits),
-                        f"{why}; the GPU budget of {self._scaling.gpu_budget} allows {fits}",
-                    )
-                    track.reason = why
-            if target == current or now_ns < track.held_until_ns:
+        for role, (wanted, why) in wishes.items():
+            target, current, track = wanted, self._held(role, now_ns), self._tracks[role]
+            if now_ns < track.by_hand_until_ns:
                 continue
-            self.targets[role] = target
-            track.above_since_ns = 0
-            hold_s = self._scaling.up_hold_s if target > current else self._scaling.down_hold_s
-            decision = ScaleDecision(
-                pool=role, current=current, target=target, reason=why, hold_until_ns=now_ns + int(hold_s * SECOND)
-            )
-            if target < current:
-                track.samples.clear()  # the next step down is earned anew
-            else:
-                track.grown_ns = now_ns
-            self.decisions.append((now_ns, decision))
-            self.decided[role]["up" if target > current else "down"] += 1
-            found.append(decision)
+            if target > current and (fits := self._affordable(role, now_ns)) < target:
+                target = max(current, fits)
+                why = f"{why}; the GPU budget of {self._scaling.gpu_budget} allows {fits}"
+            refused = self.sizes.refused(role, now_ns)
+            track.reason = f"{refused}; {why}" if refused else why
+            if target == current or now_ns < track.held_until_ns or refused or self.sizes.wanted(role) is not None:
+                continue
+            found.append(self._order(role, current, target, why, now_ns))
         return found
 
-    def _affordable(self, role: Role, wishes: dict[Role, tuple[int, str]]) -> int:
-        """Replicas of `role` that the GPU budget allows; a pool that wants fewer counts with what it wants."""
+    def _order(self, role: Role, current: int, target: int, why: str, now_ns: int) -> ScaleDecision:
+        track = self._tracks[role]
+        self.sizes.want(role, target)
+        track.above_since_ns = 0
+        hold_s = self._scaling.up_hold_s if target > current else self._scaling.down_hold_s
+        decision = ScaleDecision(
+            pool=role, current=current, target=target, reason=why, hold_until_ns=now_ns + int(hold_s * SECOND)
+        )
+        if target < current:
+            track.samples.clear()  # the next step down is earned anew
+        else:
+            track.grown_ns = now_ns
+        self._record(decision, now_ns)
+        return decision
+
+    def _record(self, decision: ScaleDecision, now_ns: int) -> None:
+        self.decisions.append((now_ns, decision))
+        self.decided[decision.pool]["up" if decision.target > decision.current else "down"] += 1
+
+    def _affordable(self, role: Role, now_ns: int) -> int:
+        """Replicas of `role` that the GPU budget allows beside the other pool's."""
         budget, each = self._scaling.gpu_budget, self._pool(role).gpus_per_replica
         if budget is None or each == 0:
             return self._pool(role).bounds[1]
         other = Role.PREFILL if role is Role.DECODE else Role.DECODE
-        taken = max(self.targets[other], 0) * self._pool(other).gpus_per_replica
-        return (budget - taken) // each
+        return (budget - self._held(other, now_ns) * self._pool(other).gpus_per_replica) // each
 
 
 def _warm(replicas: Iterable[Replica], warm_ns: int, now_ns: int) -> tuple[list[Replica], int]:
@@ -267,9 +314,7 @@ def decode_load(
     per_replica = sum(known) / len(known) if known else blocks_seen or max(1.0, queued)
     there = [r for r in everyone if not r.fenced]
     # A cold replica's own samples do not count, but tickets that were placed on it do: they are there to stay.
-    demand = sum(
-        r.announcement.blocks_total if r.stale else min(r.committed, r.announcement.blocks_total) for r in there
-    )
+    demand = sum(min(r.committed, r.announcement.blocks_total) for r in there)
     live = any(r.tickets for r in there) or any(r.occupancy.running for r in there)
     return Load(
         demand=demand + queued,
@@ -279,10 +324,11 @@ def decode_load(
         idle=not live and not len(room),
         cold=cold,
         stale=sum(r.stale for r in warm),
+        holds=sum(known) + room.size_max * forecast.mean_blocks,
     )
 
 
-def prefill_load(registry: Registry, room: AdmissionQueue, spec: ClusterSpec, now_ns: int) -> Load:
+def prefill_load(registry: Registry, room: AdmissionQueue, forecast: Forecast, spec: ClusterSpec, now_ns: int) -> Load:
     there = [r for r in registry.replicas.values() if r.role is Role.PREFILL and not r.fenced]
     _, cold = _warm(there, int(spec.scaling.warm_up_s * SECOND), now_ns)
     per_replica = float(spec.scaling.prefill_queue_tokens)
@@ -290,7 +336,15 @@ def prefill_load(registry: Registry, room: AdmissionQueue, spec: ClusterSpec, no
     queued = float(
         sum(w.request.num_prompt_tokens for w in room if w.request.disaggregate and w.request.num_prompt_tokens > alone)
     )
-    demand = sum(per_replica if r.stale else max(r.inflight_tokens, r.occupancy.waiting_prompt_tokens) for r in there)
+    if not there:  # what decode computes now, by the forecast, only because there is no prefill replica
+        queued += sum(
+            live.request.num_prompt_tokens
+            for live in registry.tickets.values()
+            if live.request.disaggregate
+            and live.request.num_prompt_tokens > alone
+            and now_ns - live.placed_ns < forecast.prompt_token_ns * live.request.num_prompt_tokens
+        )
+    demand = sum(max(r.inflight_tokens, r.occupancy.waiting_prompt_tokens) for r in there)
     return Load(
         demand=demand + queued,
         queued=queued,

@@ -19,7 +19,6 @@ from actors.messages import (
     Outcome,
     ReplicaId,
     Role,
-    ScaleDecision,
     StagingStatus,
     TicketId,
     TransferEvent,
@@ -124,26 +123,36 @@ class Ended(msgspec.Struct, frozen=True):
     num_output_tokens: int = 0
 
 
-class Scaled(msgspec.Struct, frozen=True):
-    """What came of a `Scale` effect."""
+class ReplicaStarting(msgspec.Struct, frozen=True):
+    """A replica's process is there and loads its engine; said again every few seconds until it joins."""
 
+    replica_id: ReplicaId
+    pool: Role
+
+
+class PlatformSize(msgspec.Struct, frozen=True):
+    """The platform asks for a pool's size, and says what it holds. Answered with an int, or None: as it is."""
+
+    call_id: CallId
+    pool: Role
+    current: int  # running replicas
+    target: int
+
+
+class SetTarget(msgspec.Struct, frozen=True):
+    """A person sets a pool's size, in every mode. Answered with "", or why not."""
+
+    call_id: CallId
     pool: Role
     target: int
-    ok: bool
-    detail: str = ""
-
-
-class Targets(msgspec.Struct, frozen=True):
-    """How many replicas the platform is holding each pool at (after a restart, or when a person scaled by hand)."""
-
-    prefill: int
-    decode: int
+    hold_s: float  # no decision about this pool for so long
 
 
 class Configure(msgspec.Struct, frozen=True):
     """A rolling update has brought another configuration; what is decided from now on follows it."""
 
     spec: ClusterSpec
+    deployment: int = 0  # of the application; a lower one than the last is of a replica that is being replaced
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -164,8 +173,9 @@ Event = (
     | WantHandOver
     | Lost
     | Ended
-    | Scaled
-    | Targets
+    | ReplicaStarting
+    | PlatformSize
+    | SetTarget
     | Configure
     | Tick
 )
@@ -186,10 +196,6 @@ class ToFrontend(msgspec.Struct, frozen=True):
     order: FrontendCommand
 
 
-class Scale(msgspec.Struct, frozen=True):
-    decision: ScaleDecision
-
-
 class Replace(msgspec.Struct, frozen=True):
     """End this process, it hangs and may hold a GPU; the platform makes another one."""
 
@@ -202,4 +208,4 @@ class Log(msgspec.Struct, frozen=True):
     is_error: bool = False
 
 
-Effect = Reply | ToFrontend | Scale | Replace | Log
+Effect = Reply | ToFrontend | Replace | Log

@@ -47,7 +47,10 @@ class Exporter:
         for pool, each in status["pools"].items():
             ready = [replica for replica in each["replicas"] if replica["state"] == "ready"]
             self._emitter.set("pageferry_replicas", len(ready), pool=pool)
-            self._emitter.set("pageferry_pool_target", each["target"], pool=pool)
+            if each["target"] is not None:
+                self._emitter.set("pageferry_pool_target", each["target"], pool=pool)
+            for name in ("starting", "unplaced"):
+                self._emitter.set(f"pageferry_replicas_{name}", each[name], pool=pool)
             for replica in each["replicas"]:
                 self._replica(pool, replica)
 

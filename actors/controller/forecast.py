@@ -45,12 +45,19 @@ class Forecast(Tracked):
     _prefill_ns: float = 1024 * 0.0002 * SECOND
     stay_ns: float = 0.0  # from its place on decode to its end, a request; 0: none has ended yet
     asked_blocks: float = 0.0  # of all requests that ever came, at their expected ends
+    asked_requests: int = 0
     asked_squares: float = 0.0  # the same, each one squared: how unevenly they are spread
 
     def asked(self, blocks: int) -> None:
         """A request came that will hold `blocks` at its end."""
+        self.asked_requests += 1
         self.asked_blocks += blocks
         self.asked_squares += blocks * blocks
+
+    @property
+    def mean_blocks(self) -> float:
+        """Of a request at its end; 0 before any came."""
+        return self.asked_blocks / self.asked_requests if self.asked_requests else 0.0
 
     def output_tokens(self, request: AdmitRequest) -> int:
         """Tokens of each sequence at its expected end, the ones already emitted included."""

@@ -33,14 +33,14 @@ from actors.controller.events import (
     Leaving,
     Log,
     Lost,
+    PlatformSize,
     Replace,
     ReplicaHeartbeat,
     ReplicaLeft,
+    ReplicaStarting,
     Reply,
-    Scale,
-    Scaled,
+    SetTarget,
     StepFailed,
-    Targets,
     Tick,
     ToFrontend,
     Transfer,
@@ -105,10 +105,14 @@ def _step_failed(what: str) -> StepFailed:
 
 
 class Machine(Tracked):
-    """One controller life. `epoch` must be higher than that of every life before it."""
+    """One controller life. `epoch` must be higher than that of every life before it.
 
-    def __init__(self, spec: ClusterSpec, epoch: int, now_ns: int) -> None:
+    `fresh`: the first life, of an application that starts. `deployment`: number of the configuration `spec`.
+    """
+
+    def __init__(self, spec: ClusterSpec, epoch: int, now_ns: int, fresh: bool = True, deployment: int = 0) -> None:
         self.epoch = epoch
+        self.deployment = deployment
         self.started_ns = now_ns
         self._ticked_ns = now_ns
         self._away_ns = 0  # of the time for rebuilding
@@ -118,7 +122,7 @@ class Machine(Tracked):
         self.room = AdmissionQueue(spec.admission.queue_max)
         self._schedules: dict[str, Schedule] = {}  # of those who wait, by tokenizer; only ever made anew or added to
         self._scheduled_ns = -SCHEDULE_EVERY_NS
-        self.autoscaler = Autoscaler(spec, now_ns)
+        self.autoscaler = Autoscaler(spec, now_ns, fresh)
         self.frontends: TrackedDict[str, int] = TrackedDict()  # last heard
         self.counters: TrackedDict[str, float] = TrackedDict()
         self.mismatches: TrackedDeque[TagMismatch] = TrackedDeque(maxlen=MISMATCHES_KEPT)
@@ -159,8 +163,9 @@ class Machine(Tracked):
             WantHandOver: self._want_hand_over,
             Lost: self._lost,
             Ended: self._ended,
-            Scaled: self._scaled,
-            Targets: self._targets,
+            ReplicaStarting: self._starting,
+            PlatformSize: self._platform_size,
+            SetTarget: self._set_target,
             Configure: self._configure,
             Tick: self._tick,
         }
@@ -251,6 +256,7 @@ class Machine(Tracked):
             if ticket_id not in self.registry.tickets and not self._unclaimed(ticket_id, now_ns):
                 replica.cancel[(ticket_id, ATTEMPTS_MAX)] = CANCEL_REPEATS
         self._out.append(Log(f"{new.role} replica {new.replica_id} joined with {new.blocks_total} blocks"))
+        self.autoscaler.sizes.joined(new.role, new.replica_id, now_ns)
         self.chooser.refresh(replica)
         self._reply(event.call_id, self._heartbeat_reply(replica))
         self._drain_queue(now_ns)
@@ -1019,7 +1025,8 @@ class Machine(Tracked):
         for decision in self.autoscaler.decide(self.registry, self.room, self.forecast, now_ns):
             self._add(f"scale_{decision.pool}_{'up' if decision.target > decision.current else 'down'}")
             self._out.append(Log(f"scale {decision.pool} {decision.current} -> {decision.target}: {decision.reason}"))
-            self._out.append(Scale(decision))
+        members = ((r.role, not (r.fenced or r.draining_since_ns)) for r in self.registry.replicas.values())
+        self._out += [Log(line) for line in self.autoscaler.sizes.look(members, now_ns)]
 
     def _shift_deadlines_after_stall(self, now_ns: int) -> None:
         """When this process was away, nobody else was silent: what they said meanwhile is still in the mail."""
@@ -1030,6 +1037,7 @@ class Machine(Tracked):
             replica.heard_ns = min(now_ns, replica.heard_ns + gap_ns)
         for node in self.registry.nodes.values():
             node.heard_ns = min(now_ns, node.heard_ns + gap_ns)
+        self.autoscaler.sizes.shift(gap_ns)
         for frontend_id, heard_ns in self.frontends.items():
             self.frontends[frontend_id] = min(now_ns, heard_ns + gap_ns)
         for waiting in self.room:
@@ -1126,12 +1134,25 @@ class Machine(Tracked):
 
     # -- scaling
 
-    def _scaled(self, event: Scaled, now_ns: int) -> None:
-        self.autoscaler.scaled(event, now_ns)
-        if not event.ok:
-            self._out.append(Log(f"scaling {event.pool} to {event.target} failed: {event.detail}"))
+    def _starting(self, event: ReplicaStarting, now_ns: int) -> None:
+        if event.replica_id not in self.registry.replicas:
+            self.autoscaler.sizes.starting(event.pool, event.replica_id, now_ns)
+
+    def _platform_size(self, event: PlatformSize, now_ns: int) -> None:
+        wanted, line = self.autoscaler.sizes.hear(event.pool, event.current, event.target, now_ns)
+        if line:
+            self._out.append(Log(line))
+        self._reply(event.call_id, wanted)
+
+    def _set_target(self, event: SetTarget, now_ns: int) -> None:
+        problem = self.autoscaler.set_by_hand(event.pool, event.target, event.hold_s, now_ns)
+        self._out.append(Log(f"{event.pool} set to {event.target} by hand: {problem or 'taken'}"))
+        self._reply(event.call_id, problem)
 
     def _configure(self, event: Configure, now_ns: int) -> None:
+        if event.deployment < self.deployment:
+            return  # of a frontend that is being replaced
+        self.deployment = event.deployment
         if event.spec == self.spec:
             return
         self._read(event.spec)
@@ -1139,6 +1160,3 @@ class Machine(Tracked):
         self.room.size_max = event.spec.admission.queue_max
         self.autoscaler.configure(event.spec)
         self._out.append(Log("the configuration has changed"))
-
-    def _targets(self, event: Targets, now_ns: int) -> None:
-        self.autoscaler.targets.update({Role.PREFILL: event.prefill, Role.DECODE: event.decode})

@@ -8,6 +8,9 @@ growth beyond `CERTAINTY` such deviations counts as growth, so evidence of a few
 and a small one has to last longer. Many requests in one moment (somebody sent a batch) are no flood: demand must have
 grown both before the last second and in it. Nor is it one when demand comes back to where it was a while ago: within
 `keep_ns` a flood shows a new high. A lower bound of the growth also bounds what is ordered too much.
+
+A rate is extrapolated over the start-up of a replica, `ahead_ns`; so it is a mean over at least as long a time, of
+which nothing came before the window. What the last minute brought is not expected twice within the next one.
 """
 
 from __future__ import annotations
@@ -34,25 +37,25 @@ class _Moment:
 
 @dataclass(slots=True)
 class Trend(Tracked):
-    """The demand's recent course. `look_ns`: longest window for growth; `keep_ns`: the window of `steady`."""
+    """The demand's recent course. `keep_ns`: the window of `steady`; `ahead_ns`: how far growth is extrapolated."""
 
     moments: TrackedDeque[_Moment] = field(default_factory=TrackedDeque)
     growth: float = 0.0  # blocks a second that the demand certainly grows by; 0 when chance explains it
     steady: float = 0.0  # blocks that the inflow of the last `keep_ns` holds in the long run, with reserve
 
-    def add(self, forecast: Forecast, demand: float, look_ns: int, keep_ns: int, now_ns: int) -> None:
+    def add(self, forecast: Forecast, demand: float, look_ns: int, keep_ns: int, ahead_ns: int, now_ns: int) -> None:
         now = _Moment(now_ns, forecast.asked_blocks, forecast.asked_squares, demand)
         self.moments.append(now)
-        while self.moments[0].when_ns < now_ns - max(look_ns, keep_ns):
+        while self.moments[0].when_ns < now_ns - max(look_ns, keep_ns, ahead_ns):
             self.moments.popleft()
-        since_ns = now_ns - max(look_ns, SHORTEST_NS)
+        since_ns = now_ns - max(look_ns, ahead_ns, SHORTEST_NS)
         recent = [then for then in self.moments if then.when_ns >= since_ns]
         before = [then for then in recent if then.when_ns <= now_ns - NEWEST_NS]
         self.growth = 0.0
         high = max((then.demand for then in self.moments if then.when_ns <= now_ns - look_ns // 2), default=0.0)
         if before and now.demand > high and now.demand > (late := before[-1]).demand:
             begins = (b for b in before if b.when_ns <= now_ns - SHORTEST_NS and b.demand < late.demand)
-            self.growth = max((_certain_growth(begin, now) for begin in begins), default=0.0)
+            self.growth = max((_certain_growth(begin, now, ahead_ns) for begin in begins), default=0.0)
         self.steady = self._steady(now, forecast.stay_ns, keep_ns)
 
     def _steady(self, now: _Moment, stay_ns: float, keep_ns: int) -> float:
@@ -63,10 +66,10 @@ class Trend(Tracked):
         return held + RESERVE * math.sqrt(max(0.0, squares))
 
 
-def _certain_growth(then: _Moment, now: _Moment) -> float:
+def _certain_growth(then: _Moment, now: _Moment, at_least_ns: int) -> float:
     came, grown = now.asked - then.asked, now.demand - then.demand
     if came <= 0 or grown <= 0:
         return 0.0
     went = max(0.0, came - grown)
     variance = (now.squares - then.squares) * (1.0 + went / came)  # what went is taken to be spread as what came
-    return max(0.0, grown - CERTAINTY * math.sqrt(variance)) * SECOND / (now.when_ns - then.when_ns)
+    return max(0.0, grown - CERTAINTY * math.sqrt(variance)) * SECOND / max(at_least_ns, now.when_ns - then.when_ns)

@@ -57,10 +57,16 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
     for role in Role:
         members = sorted((r for r in registry.replicas.values() if r.role is role), key=lambda r: r.id)
         spec = machine.spec.pools.decode if role is Role.DECODE else machine.spec.pools.prefill
+        sizes = scaler.sizes
         pools[str(role)] = {
-            "target": scaler.targets[role],
+            "target": sizes.target(role, now_ns),  # None: the platform has not said it
+            "wanted": sizes.wanted(role),
+            "running": sizes.current(role),
+            "starting": sizes.num_starting(role),
+            "unplaced": sizes.unplaced(role),
+            "start_up_s": round(sizes.start_up_ns(role) / SECOND, 1),
             "bounds": list(spec.bounds),
-            "scaling": scaler.reason(role) if machine.spec.scaling.mode != "off" else "off",
+            "scaling": scaler.reason(role),
             "replicas": [_replica(replica, now_ns) for replica in members],
         }
     nodes = registry.nodes.values()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import ray
@@ -16,26 +18,57 @@ from actors.messages import Announcement, HandOver, PrefillDone, Role, Ticket
 from actors.transfer import actor as transfer_shell
 from cluster.spec import ClusterSpec
 
+ANNOUNCE_EVERY_S = 3.0
 
-async def _wiring(spec: ClusterSpec, role: Role) -> dict[str, Any]:
-    set_environment(spec, role)  # before anything imports vLLM
-    node_id = ray.get_runtime_context().get_node_id()
-    context = serve.get_replica_context()
-    application = context.app_name
-    get_or_create(application, spec)  # a transfer actor without a controller would think that its application has ended
 
-    def get_transfer() -> Any:
-        transfer = spec.transfer
-        return transfer_shell.get_or_create(node_id, transfer.staging_bytes_max, transfer.lease_s, application)
+class _Place:
+    """Who this replica is, and whom its engine server talks to."""
 
-    place = await get_transfer().start.remote()
-    return {
-        "replica_id": context.replica_id.unique_id,
-        "node_id": node_id,
-        "get_transfer": get_transfer,
-        "socket_path": place["socket"],
-        "get_controller": lambda: get_or_create(application, spec),
-    }
+    def __init__(self, spec: ClusterSpec, role: Role, deployment: int) -> None:
+        set_environment(spec, role)  # before anything imports vLLM
+        context = serve.get_replica_context()
+        self._spec, self._role, self._deployment = spec, role, deployment
+        self._application = context.app_name
+        self._replica_id = context.replica_id.unique_id
+
+    def controller(self) -> Any:
+        return get_or_create(self._application, self._spec, self._deployment)
+
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[None]:
+        """Says that this process is there, again and again, while its engine loads: a thread, since loading blocks."""
+        loaded = threading.Event()
+
+        def announce() -> None:
+            while not loaded.wait(ANNOUNCE_EVERY_S):
+                with contextlib.suppress(Exception):  # the controller is away: said again soon
+                    self.controller().replica_starting.remote(self._replica_id, self._role)
+
+        self.controller().replica_starting.remote(self._replica_id, self._role)
+        thread = threading.Thread(target=announce, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            loaded.set()
+
+    async def wiring(self) -> dict[str, Any]:
+        node_id = ray.get_runtime_context().get_node_id()
+
+        def get_transfer() -> Any:
+            transfer = self._spec.transfer
+            return transfer_shell.get_or_create(
+                node_id, transfer.staging_bytes_max, transfer.lease_s, self._application
+            )
+
+        place = await get_transfer().start.remote()
+        return {
+            "replica_id": self._replica_id,
+            "node_id": node_id,
+            "get_transfer": get_transfer,
+            "socket_path": place["socket"],
+            "get_controller": self.controller,
+        }
 
 
 async def _end(replica: Any) -> None:
@@ -48,11 +81,13 @@ async def _end(replica: Any) -> None:
 class PrefillReplica:
     """Serve deployment `Prefill`: computes prompts and seals their pages."""
 
-    async def __init__(self, spec_tree: dict[str, Any]) -> None:
+    async def __init__(self, spec_tree: dict[str, Any], deployment: int) -> None:
         logs.below_serve()
         spec = ClusterSpec.parse(spec_tree)
-        self.host = PrefillServer(spec, **await _wiring(spec, Role.PREFILL))
-        await self.host.start()
+        place = _Place(spec, Role.PREFILL, deployment)
+        with place.announced():
+            self.host = PrefillServer(spec, **await place.wiring())
+            await self.host.start()
 
     async def prefill(self, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
         return await self.host.prefill(ticket, frames)
@@ -82,11 +117,13 @@ class PrefillReplica:
 class DecodeReplica:
     """Serve deployment `Decode`: opens pages and decodes."""
 
-    async def __init__(self, spec_tree: dict[str, Any]) -> None:
+    async def __init__(self, spec_tree: dict[str, Any], deployment: int) -> None:
         logs.below_serve()
         spec = ClusterSpec.parse(spec_tree)
-        self.host = DecodeServer(spec, **await _wiring(spec, Role.DECODE))
-        await self.host.start()
+        place = _Place(spec, Role.DECODE, deployment)
+        with place.announced():
+            self.host = DecodeServer(spec, **await place.wiring())
+            await self.host.start()
 
     async def submit(self, frontend_id: str, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None) -> None:
         await self.host.submit(frontend_id, frames, ticket, hand_over)

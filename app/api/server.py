@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -28,6 +29,7 @@ from app.request.core_client import FerryCoreClient
 from cluster.spec import ClusterSpec, SpecError
 
 RequestError = Callable[[str, str, int, float], Awaitable[Any]]
+SetSize = Callable[[Role, int, float], Awaitable[str]]
 
 # A frontend has decode's settings but no engine: what only an engine uses is left out.
 ENGINE_ONLY = ("kv_transfer_config", "worker_extension_cls", "distributed_executor_backend", "tensor_parallel_size")
@@ -84,10 +86,12 @@ async def build_server(
     status: Callable[[], Awaitable[dict[str, Any]]],
     audit: Callable[[], Awaitable[Any]],
     health: Callable[[], Awaitable[str]],
+    scale: SetSize,
     fault: RequestError | None = None,
 ) -> tuple[ASGIApp, FastAPI, FerryLLM]:
     """The guarded ASGI application, vLLM's FastAPI application in it, and the LLM. `health` says what is missing.
 
+    `scale(pool, replicas, hold_s)` sets a pool's size and says why not.
     `fault(kind, victim, trial, more)` puts a fault into an engine; without it there is no such route.
     """
     llm = FerryLLM(config, client, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
@@ -96,6 +100,7 @@ async def build_server(
     await init_app_state(llm, app.state, args, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop its own HTTP server
     routes = _routes(status, audit, health)
+    _add_scale(routes, scale)
     if fault is not None:
         _add_faults(routes, fault)
     _put_first(app, routes)
@@ -128,6 +133,27 @@ def _routes(
     return routes
 
 
+class _Size(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    pool: Role
+    replicas: int = Field(ge=0, le=100_000)
+    hold_s: float = Field(default=600.0, ge=0, le=30 * 24 * 3600.0)
+
+
+def _add_scale(routes: FastAPI, scale: SetSize) -> None:
+    @routes.post("/admin/scale")
+    async def post_scale(request: Request) -> Response:
+        try:
+            size = _Size.model_validate_json(await request.body())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the body"
+            return error_response(400, f"{where}: {first['msg']}", "BadRequestError", where)
+        problem = await scale(size.pool, size.replicas, size.hold_s)
+        return error_response(409, problem, "Conflict") if problem else JSONResponse(size.model_dump(mode="json"))
+
+
 def _add_faults(routes: FastAPI, fault: RequestError) -> None:
     @routes.post("/faults")
     async def post_fault(request: Request) -> JSONResponse:
@@ -150,4 +176,4 @@ def _put_first(app: FastAPI, routes: FastAPI) -> None:
     app.router.routes[:0] = ours
 
 
-OURS = ("/health", "/status", "/status/audit", "/faults")
+OURS = ("/health", "/status", "/status/audit", "/admin/scale", "/faults")

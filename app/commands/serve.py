@@ -216,7 +216,6 @@ class Service:
                     target=application(self.spec),
                     name=self.application,
                     route_prefix=self.route_prefix,
-                    external_scaler_enabled=self.spec.scaling.mode != "off",
                 )
             ],
             wait_for_ingress_deployment_creation=False,

@@ -154,7 +154,23 @@ def table(status: dict[str, Any]) -> Group:
             replicas.add_row(*_replica_row(pool, each))
         if not found["replicas"]:
             replicas.add_row(pool, "-", "no replica", *[""] * 6)
-    return Group(replicas, Text(_summary(status)))
+    return Group(replicas, Text("\n".join([*_pool_lines(status), _summary(status)])))
+
+
+def _pool_lines(status: dict[str, Any]) -> list[str]:
+    """A line a pool: what Serve holds, what is on its way, and why."""
+    lines = []
+    for pool, found in status["pools"].items():
+        target = "?" if found["target"] is None else str(found["target"])
+        parts = [f"{len(found['replicas'])} of {target} replicas"]
+        parts += [
+            f"{found[name]} {word}"
+            for name, word in (("starting", "starting"), ("unplaced", "without room"))
+            if found[name]
+        ]
+        parts += [f"{found['wanted']} asked for"] if found["wanted"] is not None else []
+        lines.append(f"{pool:<9} {', '.join(parts)}; {found['scaling']}")
+    return lines
 
 
 def _title(status: dict[str, Any]) -> str:

@@ -40,11 +40,14 @@ CONTROLLER_AWAY_S = 15.0  # a controller that died is back in a few seconds; req
 class RemoteController:
     """Calls that find the controller away look it up again and repeat; every one of them is idempotent."""
 
-    def __init__(self, find: Callable[[], Any], frontend_id: str, cancel: Callable[[Any], None] = ray.cancel) -> None:
+    def __init__(
+        self, find: Callable[[], Any], frontend_id: str, cancel: Callable[[Any], None] = ray.cancel, deployment: int = 0
+    ) -> None:
         self._find = find
         self._cancel = cancel  # what ends a call under way
         self._actor: Any = None
         self._frontend_id = frontend_id
+        self._deployment = deployment  # number of the configuration that `configure` hands over
         self._stamp = 0  # of the last heartbeat's reply: tells the controller what we knew when we sent the next one
         self._lost_calls: set[asyncio.Task[None]] = set()
 
@@ -134,7 +137,7 @@ class RemoteController:
             ray.kill(actor, no_restart=False)
 
     async def configure(self, spec_json: str) -> None:
-        await self._call("configure", spec_json, patience_s=1.0)
+        await self._call("configure", spec_json, self._deployment, patience_s=1.0)
 
     async def orders(self, timeout_s: float) -> list[FrontendCommand]:
         found: list[FrontendCommand] = await self._call("orders", self._frontend_id, timeout_s, patience_s=1.0)
@@ -145,6 +148,11 @@ class RemoteController:
 
     async def replica_leaving(self, replica_id: ReplicaId) -> None:
         await self._call("replica_leaving", replica_id)
+
+    async def set_target(self, pool: Role, target: int, hold_s: float) -> str:
+        """ "" when taken, else why not."""
+        problem: str = await self._call("set_target", pool, target, hold_s, patience_s=1.0)
+        return problem
 
     async def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = await self._call("status", patience_s=1.0)

@@ -116,7 +116,7 @@ POOLS = Dashboard(
             "Replicas",
             [
                 Query(now("replicas", "pool"), "{{pool}} ready"),
-                Query(now("pool_target", "pool"), "{{pool}} wanted"),
+                Query(now("pool_target", "pool"), "{{pool}} target"),
             ],
             "Replicas that take tickets, and how many the controller wants",
         ),

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.controller.events import Targets
-from actors.messages import Role, ScaleDecision, Verdict
+from actors.messages import Role, Verdict
 from ops.simulate.control import ControllerSim
 from ops.simulate.engines import Costs, DecodeSim, LinearCosts, PrefillSim, ReplicaSim, TransferSim
 from ops.simulate.faults import Fault, FaultKind
@@ -18,6 +17,7 @@ from ops.simulate.world import MS, SECOND, Net, Process, Weather, World
 
 AUDIT_NS = SECOND
 LOOK_NS = SECOND // 2  # how often the platform looks at its replicas
+ASK_NS = SECOND // 4  # how often it asks for the pools' sizes
 
 
 class Platform:
@@ -27,6 +27,7 @@ class Platform:
 
     def __init__(self, cluster: ClusterSim) -> None:
         self.cluster = cluster
+        self.process = Process(cluster.world, "platform")
         pools = cluster.spec.pools
         self.targets = {Role.PREFILL: pools.prefill.replicas, Role.DECODE: pools.decode.replicas}
         self.members: dict[Role, list[ReplicaSim]] = {Role.PREFILL: [], Role.DECODE: []}
@@ -43,6 +44,7 @@ class Platform:
             for _ in range(count):
                 self._start(role)
         self.cluster.world.at(LOOK_NS, self._look)
+        self._ask()
 
     def _start(self, role: Role) -> None:
         self._number += 1
@@ -69,13 +71,19 @@ class Platform:
         if replica.alive:
             replica.die()
 
-    def scale(self, decision: ScaleDecision, done: Callable[[bool], None]) -> None:
-        def act() -> None:
-            if not self.refusing:
-                self.targets[decision.pool] = decision.target
-            done(not self.refusing)
+    def _ask(self) -> None:
+        """As Serve's autoscaling policy does: says what it holds, and takes what it is told."""
+        for role, members in self.members.items():
+            running = sum(member.alive and not member.leaving for member in members)
 
-        self.cluster.world.at(20 * MS, act)
+            def done(wanted: int | None, role: Role = role) -> None:
+                if wanted is not None and not self.refusing:
+                    self.targets[role] = wanted
+
+            self.cluster.controller.platform_size(
+                self.process, role, running, self.targets[role], done, lambda reason: None
+            )
+        self.cluster.world.at(ASK_NS, self._ask)
 
     def _look(self) -> None:
         now_ns = self.cluster.world.now_ns
@@ -163,8 +171,6 @@ class ClusterSim:
         self.replicas: dict[str, ReplicaSim] = {}
         self.controller = ControllerSim(self.world, self.net, self.spec)
         self.platform = Platform(self)
-        self.controller.platform_scale = self.platform.scale
-        self.controller.platform_targets = self._targets
         self.frontends = [
             FrontendSim(self.world, self.net, f"frontend-{index}", self.controller, self.replicas.get)
             for index in range(shape.frontends)
@@ -172,9 +178,6 @@ class ClusterSim:
         self.records: list[Record] = []
         self._sample_ns = sample_ns
         self._unarrived = len(scenario.arrivals)
-
-    def _targets(self) -> Targets:
-        return Targets(self.platform.targets[Role.PREFILL], self.platform.targets[Role.DECODE])
 
     def node(self, node_id: str) -> TransferSim | None:
         return next((node for node in self.nodes if node.name == node_id), None)

@@ -20,12 +20,10 @@ from actors.controller.events import (
     Leaving,
     Log,
     Lost,
+    PlatformSize,
     ReplicaHeartbeat,
     ReplicaLeft,
     Reply,
-    Scale,
-    Scaled,
-    Targets,
     Tick,
     ToFrontend,
     Transfer,
@@ -42,7 +40,6 @@ from actors.messages import (
     HeartbeatReply,
     Outcome,
     Role,
-    ScaleDecision,
     StagingStatus,
     TransferEvent,
 )
@@ -64,20 +61,15 @@ class ControllerSim(Process):
         self.counted: dict[str, float] = {}  # counters of all lives together
         self.step_ns: list[int] = []  # wall time of each step, when `measure` is set
         self.measure = False
-        self.platform_scale: Callable[[ScaleDecision, Callable[[bool], None]], None] = lambda decision, done: done(True)
-        self.platform_targets: Callable[[], Targets | None] = lambda: None
         self._answers: dict[int, Done] = {}
         self._last_call = 0
         self._begin()
 
     def _begin(self) -> None:
-        self.machine = Machine(self.spec, self.life, self.world.now_ns)
+        self.machine = Machine(self.spec, self.life, self.world.now_ns, fresh=self.life == 1)
         self._orders: dict[str, list[FrontendCommand]] = {}
         self._answers = {}
         self.later(TICK_NS, self._tick)
-        targets = self.platform_targets()
-        if targets is not None:
-            self.run(targets)
 
     def die(self) -> None:
         super().die()
@@ -113,19 +105,8 @@ class ControllerSim(Process):
                 answer(effect.value)
         elif isinstance(effect, ToFrontend):
             self._orders.setdefault(effect.frontend_id, []).append(effect.order)
-        elif isinstance(effect, Scale):
-            self._scale(effect.decision)
         elif isinstance(effect, Log):
             self.log.append((self.world.now_ns, effect.text))
-
-    def _scale(self, decision: ScaleDecision) -> None:
-        life = self.life
-
-        def done(ok: bool) -> None:
-            if self.alive and self.life == life:
-                self.run(Scaled(decision.pool, decision.target, ok, "" if ok else "refused"))
-
-        self.platform_scale(decision, done)
 
     def audit(self) -> None:
         """The machine's own laws, now."""
@@ -142,6 +123,9 @@ class ControllerSim(Process):
 
     def _call(self, source: Process, kind: str, make: Callable[[int], Event], done: Done, failed: Failed) -> None:
         self.net.call(source, self, kind, lambda answer: self._ask(make, answer), done, failed)
+
+    def platform_size(self, source: Process, role: Role, current: int, target: int, done: Done, failed: Failed) -> None:
+        self._call(source, "platform_size", lambda n: PlatformSize(n, role, current, target), done, failed)
 
     def join(self, source: Process, announcement: Announcement, done: Done, failed: Failed) -> None:
         self._call(source, "join", lambda n: Join(n, announcement), done, failed)

@@ -64,8 +64,8 @@ def status(moved: int = 0, checks: float = 0.0, held: int = 3, incarnation: int 
         "staging": {"nodes": {"n": {"bytes_held": 7, "bytes_max": 9}}},
         "scaling": {"decided": {"decode": {"up": 3, "down": 1}, "prefill": {"up": 0, "down": 0}}},
         "pools": {
-            "prefill": {"target": 1, "replicas": [replica("p", "bfloat16")]},
-            "decode": {"target": 2, "replicas": [replica("d", "float8_e4m3fn")]},
+            "prefill": {"target": None, "starting": 0, "unplaced": 0, "replicas": [replica("p", "bfloat16")]},
+            "decode": {"target": 2, "starting": 0, "unplaced": 1, "replicas": [replica("d", "float8_e4m3fn")]},
         },
     }
 
@@ -75,6 +75,8 @@ def test_totals_are_counted_once_and_survive_a_new_life() -> None:
     exporter = Exporter(Emitter(backend), started_ns=STARTED_NS)
     exporter.export(status(moved=100, checks=10))
     exporter.export(status(moved=150, checks=10))
+    assert backend.values[("pageferry_replicas_unplaced", "decode")] == 1
+    assert backend.values[("pageferry_pool_target", "decode")] == 2
     assert backend.values[("pageferry_bytes_moved_total",)] == 150
     assert backend.values[("pageferry_bytes_saved_total",)] == 150, "BF16 pages are twice as large as what travels"
     exporter.export(status(moved=30, checks=4))

@@ -143,8 +143,9 @@ def every_kind(rig: ControllerDriver, tickets: dict[str, Ticket]) -> dict[str, A
         "WantHandOver": events.WantHandOver(900, sealed_one.ticket_id, 1, SECOND),
         "Lost": events.Lost(900, decoding.ticket_id, 1, Role.DECODE, decoding.decode, "died", 3),
         "Ended": events.Ended(decoding.ticket_id, Outcome.DONE, 20),
-        "Scaled": events.Scaled(Role.DECODE, 2, False, "no"),
-        "Targets": events.Targets(2, 3),
+        "ReplicaStarting": events.ReplicaStarting("d9", Role.DECODE),
+        "PlatformSize": events.PlatformSize(900, Role.DECODE, 2, 5),
+        "SetTarget": events.SetTarget(900, Role.DECODE, 2, 60.0),
         "Configure": events.Configure(spec_of(admission={"queue_max": 9})),
         "Tick": events.Tick(),
     }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import pytest
 from controller_driver import SECOND, ControllerDriver, spec_of
 
-from actors.controller.events import Scaled, Targets, Tick
+from actors.controller.events import Configure, Tick
+from actors.controller.machine import Machine
 from actors.controller.status import status
 from actors.messages import Role, ScaleDecision, Ticket
 
@@ -32,6 +35,8 @@ def scaled_rig(decodes: int = 2, prefills: int = 0, **more: Any) -> ControllerDr
         "decode": {"replicas": decodes, "min_replicas": 1, "max_replicas": 8, "gpus_per_replica": 4},
     } | more.pop("pools", {})
     rig = ControllerDriver(spec_of(scaling=QUICK | more, pools=pools, admission=ADMISSION))
+    rig.platform = {Role.DECODE: decodes, Role.PREFILL: prefills}
+    rig.ask_sizes()
     rig.decode(*[f"d{n}" for n in range(decodes)])
     if prefills:
         rig.prefill(*[f"p{n}" for n in range(prefills)])
@@ -100,7 +105,7 @@ def test_the_maximum_holds() -> None:
     rig = scaled_rig(1, pools={"decode": {"replicas": 1, "max_replicas": 2}})
     fill(rig, 60)
     assert [d.target for d in run(rig, 10)] == [2]
-    assert "its bounds say 2" in rig.scaled[-1].reason
+    assert "its bounds say 2" in next(d.reason for d in rig.scaled if d.pool is Role.DECODE)
 
 
 def test_below_the_band_it_shrinks_one_by_one_and_only_after_a_long_quiet() -> None:
@@ -137,12 +142,28 @@ def test_growth_of_what_runs_is_foreseen() -> None:
     assert decision.target == 2 and rig.machine.registry.replicas["d0"].occupancy.blocks_held < 10
 
 
-def test_stale_replicas_count_as_full() -> None:
-    rig = scaled_rig(2)
-    fill(rig, 6)  # 66 of 100 each
-    rig.wait(7, beats=("d0",))
-    (decision,) = [each for each in rig.scaled if each.pool is Role.DECODE]
-    assert decision.target == 3 and "1 stale and counted as full" in decision.reason
+def test_a_stale_replica_is_full_for_choosing_and_no_growth_of_demand() -> None:
+    rig = scaled_rig(4)
+    fill(rig, 7)  # 154 of 400
+    run(rig, 6)
+    rig.machine.registry.replicas["d1"].stale = True
+    assert run(rig, 3) == []
+    rig.wait(7, beats=("d0", "d2", "d3"))
+    assert [each for each in rig.scaled if each.target > each.current] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_failed_call_orders_nothing(seed: int) -> None:
+    dice = random.Random(seed)
+    rig = scaled_rig(4, step_down_max=1)
+    for name in ("d0", "d1", "d2", "d3"):
+        rig.left(name)
+    rig.decode("e0", "e1", "e2", "e3", blocks_total=10_000, max_model_len=1 << 16)
+    tickets = [rig.admit(f"r{n}", prompt=dice.randrange(1_000, 20_000), most=400) for n in range(24)]
+    run(rig, 8)
+    rig.lost(tickets[0], Role.DECODE)
+    run(rig, 4)
+    assert [each for each in rig.scaled if each.pool is Role.DECODE and each.target > each.current] == []
 
 
 def test_a_cold_replica_is_told_of() -> None:
@@ -192,6 +213,20 @@ def test_prefill_scales_by_queued_prompt_tokens_and_by_itself() -> None:
     assert decided == {"prefill": {"up": 1, "down": 0}, "decode": {"up": 0, "down": 0}}
 
 
+def test_prefill_at_zero_wakes_for_as_much_as_a_replica_is_worth_and_not_for_less() -> None:
+    rig = scaled_rig(8, prefills=0, prefill_queue_tokens=4000)
+    run(rig, 5)
+    rig.admit("one", prompt=3000, most=8)  # 0.6 s of work, as was learnt so far
+    assert run(rig, 1, pool=Role.PREFILL) == []
+    assert "decode computes the prompts: " in rig.machine.autoscaler.reason(Role.PREFILL)
+    assert run(rig, 5, pool=Role.PREFILL) == []
+    decisions = []
+    for n in range(6):
+        rig.admit(f"r{n}", prompt=3000, most=8)
+        decisions += run(rig, 0.5, pool=Role.PREFILL)
+    assert [(up.current, up.target) for up in decisions] == [(0, 1)]
+
+
 def test_both_pools_share_the_gpu_budget_and_decode_goes_first() -> None:
     rig = scaled_rig(1, prefills=1, prefill_queue_tokens=1000, gpu_budget=12)
     fill(rig, 12)
@@ -209,20 +244,161 @@ def test_a_pool_that_is_off_stays_off() -> None:
     assert all(d.pool is Role.DECODE for d in rig.scaled)
 
 
-def test_a_refusal_by_the_platform_is_asked_again_later() -> None:
+def test_a_target_that_the_platform_does_not_take_is_asked_again_later() -> None:
+    rig = scaled_rig(2)
+    rig.refuses = True
+    fill(rig, 8)
+    assert [d.target for d in run(rig, 3)] == [3]
+    assert run(rig, 8.5) == []
+    assert rig.machine.autoscaler.sizes.target(Role.DECODE, rig.now) == 2
+    run(rig, 1.5)
+    assert "did not take 3 within 10 s" in rig.machine.autoscaler.reason(Role.DECODE)
+    rig.refuses = False
+    assert [d.target for d in run(rig, 6)] == [3] and rig.platform[Role.DECODE] == 3
+
+
+def test_what_the_platform_holds_is_where_each_decision_starts() -> None:
     rig = scaled_rig(2)
     fill(rig, 8)
-    (decision,) = run(rig, 3)
-    rig.step(Scaled(Role.DECODE, decision.target, False, "no resources"))
-    assert rig.machine.autoscaler.targets[Role.DECODE] == 2
-    assert run(rig, 4) == []
-    assert [d.target for d in run(rig, 4)] == [3]
+    rig.platform[Role.DECODE] = 5  # by somebody else: a dashboard, a new deployment
+    assert run(rig, 5) == []
+    assert rig.machine.autoscaler.sizes.target(Role.DECODE, rig.now) == 5
+    assert "of 500" in rig.machine.autoscaler.reason(Role.DECODE)
 
 
-def test_the_platforms_own_targets_are_taken_over() -> None:
+def test_a_smaller_size_after_a_deployment_is_seen_and_mended() -> None:
+    rig = scaled_rig(4)
+    fill(rig, 14)  # 308 of 400
+    assert run(rig, 10) == []
+    rig.platform[Role.DECODE] = 1  # Serve took the size from the configuration
+    assert run(rig, 2)[-1].target > 1
+
+
+def test_nothing_is_decided_while_the_platforms_size_is_unknown() -> None:
     rig = scaled_rig(2)
-    rig.step(Targets(0, 5))
-    assert rig.machine.autoscaler.targets[Role.DECODE] == 5
+    rig.silent = True
+    fill(rig, 8)
+    run(rig, 9)
+    before = len(rig.scaled)
+    rig.machine.autoscaler.decisions.clear()
+    assert run(rig, 20) == [] and before <= 1
+    assert "has not said how many replicas it holds" in rig.machine.autoscaler.reason(Role.DECODE)
+    rig.silent = False
+    assert [d.current for d in run(rig, 3)] == [2]
+
+
+def test_a_restarted_controller_takes_the_size_that_it_finds() -> None:
+    """Ten busy replicas, a spec that says one: the spec is of the start, the platform's size is of now."""
+    rig = ControllerDriver(
+        spec_of(scaling=QUICK, admission=ADMISSION, pools={"decode": {"replicas": 1, "max_replicas": 12}})
+    )
+    rig.machine = Machine(rig.spec, 8, rig.now, fresh=False)
+    rig.platform = {Role.DECODE: 10, Role.PREFILL: 1}
+    rig.decode(*[f"d{n}" for n in range(10)])
+    rig.prefill("p0")
+    fill(rig, 37)  # 82 %
+    assert min((d.target for d in run(rig, 8)), default=10) >= 10
+    assert rig.platform[Role.DECODE] >= 10
+
+
+def test_a_fresh_application_gets_the_sizes_of_its_spec() -> None:
+    rig = ControllerDriver(spec_of(pools={"decode": {"replicas": 3, "min_replicas": 1, "max_replicas": 4}}))
+    rig.platform = {Role.DECODE: 1, Role.PREFILL: 0}  # Serve starts pools at their lower bounds
+    rig.wait(1)
+    assert rig.platform == {Role.DECODE: 3, Role.PREFILL: 1}
+
+
+def test_a_burst_of_a_second_is_not_extrapolated_as_if_it_went_on() -> None:
+    rig = scaled_rig(1, pools={"decode": {"replicas": 1, "max_replicas": 40}}, step_up_max=40, warm_up_s=15)
+    run(rig, 20)
+    for n in range(30):
+        rig.ask(f"a{n}", prompt=200, most=500)
+    rig.wait(1, beats=names(rig))
+    for n in range(30):
+        rig.ask(f"b{n}", prompt=200, most=500)
+    run(rig, 4)
+    assert rig.scaled
+    needed = 60 * 22 / 100 / 0.6
+    assert max(d.target for d in rig.scaled) <= 2 * needed + 1, "at most what came once more, never a multiple of it"
+
+
+def test_what_comes_is_at_most_what_the_queue_can_hold() -> None:
+    rig = scaled_rig(1, pools={"decode": {"replicas": 1, "max_replicas": 90}}, step_up_max=90, warm_up_s=60)
+    for n in range(200):
+        rig.ask(f"r{n}", prompt=640, most=64)
+        if n % 20 == 0:
+            run(rig, 0.5)
+    run(rig, 2)
+    assert max(d.target for d in rig.scaled) <= math.ceil((100 + 100 * 22) / 100 / 0.6)
+
+
+def test_by_hand_in_every_mode_inside_the_bounds() -> None:
+    for mode in ("off", "occupancy"):
+        rig = scaled_rig(2, mode=mode)
+        assert rig.set_target(Role.DECODE, 3, hold_s=600) == ""
+        run(rig, 1)
+        assert rig.platform[Role.DECODE] == 3
+        fill(rig, 12, tag=mode)
+        run(rig, 30)
+        assert rig.platform[Role.DECODE] == 3, "held"
+        assert "outside pools.decode.min_replicas 1 .. max_replicas 8" in rig.set_target(Role.DECODE, 9)
+        assert "outside" in rig.set_target(Role.DECODE, 0)
+
+
+def test_after_a_hold_by_hand_the_scaler_decides_again() -> None:
+    rig = scaled_rig(2)
+    assert rig.set_target(Role.DECODE, 6, hold_s=20) == ""
+    run(rig, 19)
+    assert rig.platform[Role.DECODE] == 6
+    run(rig, 30)
+    assert rig.platform[Role.DECODE] < 6
+
+
+def test_by_hand_the_gpu_budget_holds_too() -> None:
+    rig = scaled_rig(1, prefills=1, gpu_budget=12)
+    assert "gpu_budget 12 allows 2 decode replicas, not 3" in rig.set_target(Role.DECODE, 3)
+
+
+def test_a_replica_without_room_is_seen_within_ten_seconds_and_counts_as_none_on_its_way() -> None:
+    rig = scaled_rig(1)
+    fill(rig, 4)
+    run(rig, 3)
+    assert rig.platform[Role.DECODE] == 2
+    sizes = rig.machine.autoscaler.sizes
+    assert sizes.arriving(Role.DECODE, rig.now, 30 * SECOND)
+    run(rig, 9)
+    assert sizes.unplaced(Role.DECODE) == 1
+    assert "1 of 2 replicas found no room" in rig.machine.autoscaler.reason(Role.DECODE)
+    assert not sizes.arriving(Role.DECODE, rig.now, 30 * SECOND)
+    assert any("found no room" in line for line in rig.logs)
+    rig.starting("d9", Role.DECODE)
+    run(rig, 0.5)
+    assert sizes.unplaced(Role.DECODE) == 0 and len(sizes.arriving(Role.DECODE, rig.now, 30 * SECOND)) == 1
+    assert any("found room" in line for line in rig.logs)
+
+
+def test_the_start_up_time_is_learnt_from_order_to_joined() -> None:
+    rig = scaled_rig(1)
+    fill(rig, 4)
+    run(rig, 3)
+    ordered = rig.scaled[-1]
+    assert ordered.target == 2
+    run(rig, 4)
+    for _ in range(20):
+        rig.starting("d9", Role.DECODE)
+        run(rig, 2)
+    rig.decode("d9")
+    took = rig.machine.autoscaler.start_up_s(Role.DECODE)
+    assert 43 <= took <= 48
+
+
+def test_of_two_configurations_the_later_deployments_counts() -> None:
+    rig = ControllerDriver()
+    rig.step(Configure(spec_of(admission={"queue_max": 7}), deployment=5))
+    rig.step(Configure(spec_of(admission={"queue_max": 3}), deployment=4))  # of a frontend that is being replaced
+    assert rig.machine.spec.admission.queue_max == 7
+    rig.step(Configure(spec_of(admission={"queue_max": 3}), deployment=6))
+    assert rig.machine.spec.admission.queue_max == 3
 
 
 def test_off_means_off() -> None:

@@ -8,7 +8,7 @@ import random
 from actors.controller.forecast import SECOND, Forecast
 from actors.controller.spike import Trend
 
-LOOK, KEEP, STEP = 10 * SECOND, 60 * SECOND, SECOND // 2
+LOOK, KEEP, AHEAD, STEP = 10 * SECOND, 60 * SECOND, 30 * SECOND, SECOND // 2
 
 
 class Pool:
@@ -28,7 +28,7 @@ class Pool:
 
     def look(self) -> float:
         self.held = [(end, blocks) for end, blocks in self.held if end > self.now_ns]
-        self.trend.add(self.forecast, sum(blocks for _, blocks in self.held), LOOK, KEEP, self.now_ns)
+        self.trend.add(self.forecast, sum(blocks for _, blocks in self.held), LOOK, KEEP, AHEAD, self.now_ns)
         return self.trend.growth
 
     def run(self, seconds: float, rate: float, stay_s: float | None = None) -> list[float]:
@@ -91,5 +91,5 @@ def test_what_the_inflow_holds_is_littles_law_and_a_reserve() -> None:
     held = 20.0 * 10.0 * 100.0
     assert held < pool.trend.steady < 1.35 * held
     quiet = Trend()
-    quiet.add(Forecast(), 0.0, LOOK, KEEP, SECOND)
+    quiet.add(Forecast(), 0.0, LOOK, KEEP, AHEAD, SECOND)
     assert (quiet.steady, quiet.growth) == (0.0, 0.0)

@@ -39,12 +39,22 @@ def replica(**more: Any) -> dict[str, Any]:
 
 class Handler(BaseHTTPRequestHandler):
     audit: ClassVar[dict[str, Any]] = {}
+    sizes: ClassVar[list[dict[str, Any]]] = []
 
     def do_GET(self) -> None:
         body = json.dumps(self.audit if self.path.endswith("audit") else status()).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        size = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.sizes.append(size)
+        good = size["replicas"] < 5
+        self.send_response(200 if good else 409)
+        self.end_headers()
+        refusal = {"error": {"message": "9 decode replicas are outside pools.decode.min_replicas 1 .. max_replicas 4"}}
+        self.wfile.write(json.dumps(size if good else refusal).encode())
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -143,6 +153,17 @@ def test_a_service_on_this_machine_is_not_asked_through_a_proxy(url: str, monkey
 def test_another_machine_is_asked_through_the_proxy_of_the_environment() -> None:
     assert opener("http://127.0.0.1:1") is opener("http://localhost:2") is opener("http://[::1]:3") is DIRECT
     assert opener("http://10.0.0.1:1") is opener("http://service.example") is not DIRECT
+
+
+def test_a_pool_is_scaled_by_hand(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", "decode", "2", "--hold", "10m", "--url", url]) == 0
+    assert Handler.sizes[-1] == {"pool": "decode", "replicas": 2, "hold_s": 600.0}
+    assert main(["scale", "decode", "9", "--hold", "90", "--url", url]) == 1
+    assert "9 decode replicas are outside" in capsys.readouterr().err
+    assert Handler.sizes[-1]["hold_s"] == 90.0
+    with pytest.raises(SystemExit):
+        main(["scale", "decode", "2", "--hold", "soon", "--url", url])
+    assert "'soon' is no time such as 90s, 10m or 2h" in capsys.readouterr().err
 
 
 def test_no_service_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:

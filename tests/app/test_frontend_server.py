@@ -14,7 +14,7 @@ from fake_cluster import FakeCluster, until
 from fastapi import FastAPI
 from vllm.v1.engine import FinishReason
 
-from actors.messages import HandOver, Outcome, Overloaded, Ticket
+from actors.messages import HandOver, Outcome, Overloaded, Role, Ticket
 from app.api.fault_injection import NoVictim
 from app.api.llm import FerryLLM
 from app.api.server import _add_faults, build_server, frontend_config, server_args
@@ -60,6 +60,7 @@ class Server:
     def __init__(self) -> None:
         self.far = Echoing()
         self.missing = ""
+        self.sizes: list[tuple[Role, int, float]] = []
         self.client: FerryCoreClient
         self.llm: FerryLLM
 
@@ -75,6 +76,7 @@ class Server:
             status=self._status,
             audit=self._audit,
             health=self._health,
+            scale=self._scale,
         )
 
     async def _status(self) -> dict[str, Any]:
@@ -85,6 +87,10 @@ class Server:
 
     async def _health(self) -> str:
         return self.missing
+
+    async def _scale(self, pool: Role, replicas: int, hold_s: float) -> str:
+        self.sizes.append((pool, replicas, hold_s))
+        return "" if replicas < 5 else "outside its bounds"
 
     async def ask(
         self, path: str, body: dict[str, Any] | None = None, key: str = "sk-red"
@@ -370,3 +376,21 @@ def test_a_fault_keeps_its_time_to_come_back() -> None:
 
     fault = RequestError(429, "no room", 2.0)
     assert to_exception(fault).fault == replace(fault)
+
+
+async def test_a_pools_size_is_set_and_what_is_wrong_with_one_is_said(server: Server) -> None:
+    status, _, body = await server.ask("/admin/scale", {"pool": "decode", "replicas": 2})
+    assert (status, server.sizes) == (400, []) and b"model" in body, "an unknown field"
+    for size, code, word in (
+        ({"pool": "decode", "replicas": 2, "hold_s": 90}, 200, "decode"),
+        ({"pool": "decode", "replicas": 9}, 409, "outside its bounds"),
+        ({"pool": "cache", "replicas": 2}, 400, "pool"),
+        ({"pool": "decode", "replicas": -1}, 400, "replicas"),
+        ({"pool": "decode", "replicas": 1, "hold_s": "x"}, 400, "hold_s"),
+    ):
+        headers = {"content-type": "application/json", "authorization": "Bearer sk-red"}
+        reply, *chunks = [
+            item async for item in asgi.call(server.app, "POST", "/admin/scale", headers, json.dumps(size).encode())
+        ]
+        assert reply[0] == code and word.encode() in b"".join(chunks)
+    assert server.sizes == [(Role.DECODE, 2, 90.0), (Role.DECODE, 9, 600.0)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from ray import serve
 
+from actors.controller.serve_policy import FollowController
 from cluster.placement import cpus_asked, deployment_options, frontend_options, resources
 from cluster.spec import TOPOLOGIES, ClusterSpec, PoolSpec
 
@@ -42,9 +43,10 @@ def test_serve_accepts_the_options() -> None:
         one = spec(**pool)
         options = deployment_options(one, "decode")
         made = serve.deployment(Nothing, **options)
-        assert made.name == "Decode" and made.num_replicas == 1
+        assert made.name == "Decode"
+        assert made._deployment_config.autoscaling_config.policy.get_policy() is FollowController
     made = serve.deployment(Nothing, **deployment_options(spec(), "prefill"))
-    assert (made.name, made.num_replicas) == ("Prefill", 2)
+    assert made.name == "Prefill" and made._deployment_config.autoscaling_config.min_replicas == 2
     assert serve.deployment(Nothing, **frontend_options(spec())).name == "Frontend"
 
 

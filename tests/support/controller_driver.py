@@ -15,10 +15,12 @@ from actors.controller.events import (
     Leaving,
     Log,
     Lost,
+    PlatformSize,
     ReplicaHeartbeat,
     ReplicaLeft,
+    ReplicaStarting,
     Reply,
-    Scale,
+    SetTarget,
     Tick,
     ToFrontend,
     Transfer,
@@ -89,11 +91,17 @@ class ControllerDriver:
         self.machine = Machine(self.spec, epoch, self.now)
         self.answers: dict[int, Any] = {}
         self.orders: list[tuple[str, FrontendCommand]] = []
-        self.scaled: list[ScaleDecision] = []
+        self.platform: dict[Role, int] = {}  # what it holds; asks with every half second of `wait`
+        self.refuses = False
+        self.silent = False
         self.logs: list[str] = []
         self.stamps: dict[str, int] = {}
         self.bytes_max = 1 << 30  # of staging, on every node
         self._calls = 0
+
+    @property
+    def scaled(self) -> list[ScaleDecision]:
+        return [decision for _, decision in self.machine.autoscaler.decisions]
 
     # -- raw
 
@@ -105,8 +113,6 @@ class ControllerDriver:
                 self.answers[effect.call_id] = effect.value
             elif isinstance(effect, ToFrontend):
                 self.orders.append((effect.frontend_id, effect.order))
-            elif isinstance(effect, Scale):
-                self.scaled.append(effect.decision)
             elif isinstance(effect, Log):
                 self.logs.append(effect.text)
         return effects
@@ -128,7 +134,18 @@ class ControllerDriver:
                 self.beat(name)
             for name in frontends:
                 self.frontend_beat(name)
+            if not self.silent:
+                self.ask_sizes()
             self.step(Tick())
+
+    def ask_sizes(self) -> None:
+        """As the platform does: tells what it holds and takes what it is told, unless it `refuses`."""
+        for role in (Role.DECODE, Role.PREFILL):
+            members = [r for r in self.machine.registry.replicas.values() if r.role is role]
+            held = self.platform.setdefault(role, len(members))
+            wanted = self.answers[self.call(lambda n: PlatformSize(n, role, len(members), held))]  # noqa: B023
+            if wanted is not None and not self.refuses:
+                self.platform[role] = wanted
 
     # -- replicas
 
@@ -263,6 +280,13 @@ class ControllerDriver:
 
     def withdraw(self, call: int) -> None:
         self.step(Withdraw(call))
+
+    def starting(self, name: str, role: Role) -> None:
+        self.step(ReplicaStarting(name, role))
+
+    def set_target(self, role: Role, target: int, hold_s: float = 0.0) -> str:
+        answer: str = self.answers[self.call(lambda n: SetTarget(n, role, target, hold_s))]
+        return answer
 
     # -- looking
 

@@ -1,0 +1,133 @@
+"""Real pools under `serve run` move with real load: 1 -> 2 -> 1 decode replicas, 0 -> 1 prefill, with the reason.
+
+The reason is the same wherever one looks: /status, `pageferry status`, the log, the metrics, Serve's own status.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from serve_run_command import URL, ServeRun, serve_run
+
+from app.client import Client
+
+REQUESTS = 48
+ANSWER = 400  # tokens; 48 answers need about twice the pages that one replica has
+WIDE = {"max_tokens": ANSWER, "ignore_eos": True, "temperature": 0.0}
+
+
+def pageferry(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "app.cli", *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def flood(answers: list[int], errors: list[str]) -> list[threading.Thread]:
+    def ask(number: int) -> None:
+        try:
+            with Client(URL, timeout_s=600) as client:
+                done = client.complete(f"Request {number}: " + "a long story about the sea, " * 12, **WIDE)
+                answers.append(done.usage.completion_tokens)
+        except Exception as error:
+            errors.append(f"{number}: {error}")
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(REQUESTS)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+class Watch:
+    """What /status says, twice a second, while something goes on."""
+
+    def __init__(self, run: ServeRun) -> None:
+        self.run = run
+        self.targets: dict[str, list[int]] = {"decode": [], "prefill": []}
+        self.ready: dict[str, int] = {"decode": 0, "prefill": 0}
+        self.status: dict[str, Any] = {}
+
+    def look(self) -> None:
+        self.status = self.run.get("/status")
+        for pool, found in self.status["pools"].items():
+            seen = self.targets[pool]
+            if found["target"] is not None and (not seen or seen[-1] != found["target"]):
+                seen.append(found["target"])
+            self.ready[pool] = max(self.ready[pool], sum(r["state"] == "ready" for r in found["replicas"]))
+
+    def until(self, what: str, timeout_s: float) -> None:
+        """`what`: an expression over this object, so that a failure shows it."""
+        until = time.monotonic() + timeout_s
+        while not eval(what, {"watch": self, "all": all, "any": any, "len": len}):
+            assert time.monotonic() < until, f"not within {timeout_s:g} s: {what}; {self.targets} {self.status}"
+            time.sleep(0.5)
+            self.look()
+
+
+@pytest.mark.timeout(900)
+def test_a_flood_of_long_answers_moves_the_pools_and_says_why() -> None:
+    with serve_run("app.main:build", "config=cluster/topologies/local-scale.yaml") as run:
+        run.wait_healthy()
+        watch = Watch(run)
+        watch.until("watch.targets == {'decode': [1], 'prefill': [0]}", 30)
+        answers: list[int] = []
+        errors: list[str] = []
+        threads = flood(answers, errors)
+        watch.until("watch.targets['decode'] == [1, 2]", 30)
+        assert "KV blocks needed" in watch.status["pools"]["decode"]["scaling"]
+        assert re.search(r"decode +1 of 2 replicas.* KV blocks needed", pageferry("status", "--url", URL))
+        assert run.serve_status("Decode")["target_num_replicas"] == 2
+        watch.until("watch.ready['decode'] == 2", 240)
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(1.0)
+                watch.look()
+        assert errors == [] and answers == [ANSWER] * REQUESTS
+        watch.until("watch.targets['decode'] == [1, 2, 1]", 180)
+        watch.until("len(watch.status['pools']['decode']['replicas']) == 1", 120)
+        assert watch.targets["prefill"][:2] == [0, 1], "what waited had prompts to compute"
+        watch.until("watch.targets['prefill'] == [0, 1, 0]", 120)
+        decisions = watch.status["scaling"]["decisions"]
+        assert {("decode", 1, 2), ("decode", 2, 1), ("prefill", 0, 1), ("prefill", 1, 0)} == {
+            (each["pool"], each["current"], each["target"]) for each in decisions
+        }
+        assert all(each["reason"] for each in decisions)
+        assert run.serve_status("Decode")["target_num_replicas"] == 1
+        metrics = run.metrics()
+        for direction in ("up", "down"):
+            series = rf'ray_pageferry_scale_decisions_total\{{[^}}]*application="default"[^}}]*direction="{direction}"'
+            assert re.search(series, metrics), direction
+        logs = "\n".join(file.read_text(errors="replace") for file in run.folder.rglob("*.log"))
+        logs += "\n".join(file.read_text(errors="replace") for file in run.folder.rglob("worker-*.err"))
+        assert "scale decode 1 -> 2" in logs and "scale decode 2 -> 1" in logs
+        assert watch.status["tickets"]["in_flight"] == 0 and run.get("/status/audit")["breaches"] == []
+
+
+@pytest.mark.timeout(600)
+def test_a_target_without_room_is_seen_within_ten_seconds_everywhere() -> None:
+    settings = ("pools.decode.cpus_per_replica=1.5", "scaling.mode=off")
+    with serve_run("app.main:build", "config=cluster/topologies/local-scale.yaml", *settings) as run:
+        run.wait_healthy()
+        watch = Watch(run)
+        watch.until("watch.targets['decode'] == [1]", 30)
+        pageferry("scale", "decode", "2", "--url", URL)
+        began = time.monotonic()
+        watch.until("watch.status['pools']['decode']['unplaced'] == 1", 20)
+        seen_s = time.monotonic() - began
+        assert seen_s < 12, "ten seconds, and one look every half second on a busy machine"
+        assert "1 of 2 replicas found no room" in watch.status["pools"]["decode"]["scaling"]
+        assert re.search(r"decode +1 of 2 replicas, 1 without room", pageferry("status", "--url", URL))
+        serve = run.serve_status("Decode")
+        assert serve["target_num_replicas"] == 2 and serve["status"] == "UPSCALING"
+        pageferry("scale", "decode", "1", "--url", URL)
+        watch.until("watch.status['pools']['decode']['unplaced'] == 0", 20)
+        assert watch.targets["decode"] == [1, 2, 1]
+        refused = subprocess.run(
+            [sys.executable, "-m", "app.cli", "scale", "decode", "3", "--url", URL], capture_output=True, text=True
+        )
+        assert refused.returncode == 1 and "outside pools.decode.min_replicas 1 .. max_replicas 2" in refused.stderr
