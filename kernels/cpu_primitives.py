@@ -1,8 +1,7 @@
 """What the CPU kernels are made of: raw memory, bit casts, the digest of a block, e4m3 encoders.
 
-Compiled by numba, GIL released, one thread. The encoders are written so that LLVM turns them into vector code (checked
-by their rate, `pageferry kernels --bench`); the digest's block is spelled out as vector instructions, because LLVM by
-itself picks half the width.
+Compiled by numba, GIL released, one thread. The encoders are written so that LLVM turns them into vector code (their
+rate shows it); the digest's block is spelled out as vector instructions, because LLVM by itself picks half the width.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from ops.compress.run import MemoryExceeded, Resources, RunFigures, compress, de
 from ops.compress.source import Checkpoint, open_checkpoint
 
 CALIBRATION_WINDOW = 512
-BENCHES = {"--bench": "ops.compress.bench", "--bench-quality": "ops.compress.bench_quality"}
 EXIT_FAILED, EXIT_USAGE, EXIT_UNMET, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
@@ -31,8 +29,7 @@ def parser() -> argparse.ArgumentParser:
         prog="pageferry compress",
         description="Turn a BF16 or block-scaled FP8 checkpoint into group-quantised INT4 (compressed-tensors) that "
         "vLLM and transformers load as is. Run the same command again to go on after a kill.",
-        epilog="`pageferry compress --bench` measures speed and memory on a synthetic checkpoint, "
-        "`pageferry compress --bench-quality SRC TEXT` what each form does to a model. Exit status: "
+        epilog="Exit status: "
         "0 done, and every --require bound holds; 1 failed; 2 wrong usage; 3 a bound does not "
         "hold, or the result is unjudged and bounds were asked for; 130 interrupted",
     )
@@ -249,9 +246,6 @@ def _status(verdict: Verdict, bounds: dict[str, float]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    for flag, module in BENCHES.items():
-        if flag in argv:
-            return int(importlib.import_module(module).main([argument for argument in argv if argument != flag]))
     args = parser().parse_args(argv)
     try:
         return _run(args)

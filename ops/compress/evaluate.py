@@ -7,14 +7,13 @@ are bootstrapped over windows, not tokens: tokens of one window are not independ
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,13 +85,11 @@ def compare(
     scratch: Path,
     tensor_parallel: int = 1,
     say: Callable[[str], None] = lambda text: None,
-    keep: Path | None = None,
 ) -> list[Comparison]:
     """Runs the reference once and every candidate against it, one engine after the other.
 
-    `scratch` needs positions x vocabulary x 4 bytes. `keep`: a folder that holds finished passes, so that the same call
-    after a kill goes on behind them; whoever names it clears it. ValueError when tokenizers differ or space is short;
-    RuntimeError with the engine's last words when it fails.
+    `scratch` needs positions x vocabulary x 4 bytes. ValueError when tokenizers differ or space is short; RuntimeError
+    with the engine's last words when it fails.
     """
     first = open_checkpoint(reference.checkpoint)
     for candidate in candidates:
@@ -100,14 +97,13 @@ def compare(
         if other.tokenizer_sha256 != first.tokenizer_sha256:
             raise ValueError(f"{candidate.checkpoint} and {reference.checkpoint} have different tokenizer files")
     needed = sum(len(window) for window in text.windows) * int(first.text_config["vocab_size"]) * 4
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(keep or scratch).free
-    if needed > free and not (keep and any(keep.glob("*.f32"))):
+    free = shutil.disk_usage(scratch).free
+    if needed > free:
         raise ValueError(
             f"{scratch} needs {needed >> 20} MiB for log-probabilities and has {free >> 20}: fewer --tokens"
         )
-    with _folder(scratch, keep) as folder:
+    with tempfile.TemporaryDirectory(prefix=".evaluating-", dir=scratch) as name:
+        folder = Path(name)
         results: list[Comparison] = []
         first_pass, recorded = _pass(reference, text, folder, tensor_parallel, "", say)
         for engine in candidates:
@@ -117,15 +113,6 @@ def compare(
             sizes = (found["weights_loaded_bytes"], found["kv_bytes_per_token"])
             results.append(Comparison(nll_reference, raw[..., 0], raw[..., 1], raw[..., 2], *sizes))
     return results
-
-
-@contextlib.contextmanager
-def _folder(scratch: Path, keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        yield keep
-        return
-    with tempfile.TemporaryDirectory(prefix=".evaluating-", dir=scratch) as folder:
-        yield Path(folder)
 
 
 def _pass(

@@ -65,7 +65,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One output file: the unit of work, of the journal and of resuming."""
+    """One output file: the unit of work and of resuming."""
 
     index: int
     file: str

@@ -1,9 +1,8 @@
-"""What became of every tensor: `report.json`, the same in words, and a picture. Figures of the result alone, so that
+"""What became of every tensor: `report.json`, and the same in words. Figures of the result alone, so that
 two runs of one plan write one report; what a run took in time and memory is printed, not stored."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +12,10 @@ from ops.compress.plan import Plan
 from ops.compress.source import Checkpoint
 
 WORST = 10
-COLORS = {"before": "#9aa5b1", "after": "#2b6cb0", "worst": "#c05621", "code": "#2f855a"}
 
 
 def build_report(checkpoint: Checkpoint, plan: Plan, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`records`: the journal's, in the order of shards. Relative error is ||w - w'|| / ||w|| over a tensor."""
+    """`records`: the work folder's, in the order of shards. Relative error is ||w - w'|| / ||w|| over a tensor."""
     kinds: dict[str, dict[str, Any]] = {}
     tensors: list[dict[str, Any]] = []
     for record in records:
@@ -91,46 +89,8 @@ def render_markdown(report: dict[str, Any]) -> str:
     lines += [
         f"| {row['tensor']} | {row['relative_error']:.4f} | {row['largest_error']:.4g} |" for row in report["worst"]
     ]
-    return "\n".join(lines) + "\n\n![bytes, errors and codes](report.png)\n"
+    return "\n".join(lines) + "\n"
 
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.3f}"
-
-
-def render_picture(report: dict[str, Any]) -> bytes:
-    """PNG: bytes by kind, distribution of the tensors' errors, the worst ten, and how often each code is used."""
-    from matplotlib.figure import Figure  # 60 MiB that only this needs
-
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    (sizes, errors), (worst, codes) = figure.subplots(2, 2)
-    kinds = list(report["by_kind"])
-    for offset, key, label in ((-0.2, "bytes_in", "before"), (0.2, "bytes_out", "after")):
-        values = [report["by_kind"][kind][key] / 2**30 for kind in kinds]
-        sizes.barh([place + offset for place in range(len(kinds))], values, 0.38, label=label, color=COLORS[label])
-    sizes.set_yticks(range(len(kinds)), kinds)
-    sizes.invert_yaxis()
-    sizes.set_xlabel("GiB")
-    sizes.legend()
-    by_kind: dict[str, list[float]] = {}
-    for row in report["tensors"]:
-        by_kind.setdefault(row["kind"], []).append(row["relative_error"])
-    if by_kind:
-        errors.hist(list(by_kind.values()), bins=40, stacked=True, label=list(by_kind))
-        errors.legend()
-    errors.set_xlabel(
-        "relative error of a tensor" if by_kind else "weights rescaled by calibration: no error of a tensor"
-    )
-    errors.set_ylabel("tensors")
-    rows = report["worst"]
-    worst.barh(range(len(rows)), [row["relative_error"] for row in rows], color=COLORS["worst"])
-    worst.set_yticks(range(len(rows)), [row["tensor"].removesuffix(".weight")[-44:] for row in rows], fontsize=7)
-    worst.invert_yaxis()
-    worst.set_xlabel("relative error, worst ten")
-    total = max(1, sum(report["codes"]))
-    codes.bar(range(-8, 8), [count / total for count in report["codes"]], color=COLORS["code"])
-    codes.set_xlabel("INT4 code")
-    codes.set_ylabel("share of weights")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
-    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The parent process: hands out files to workers, keeps the journal, watches memory, publishes the result.
+"""The parent process: hands out files to workers, keeps their records, watches memory, publishes the result.
 
 It imports no torch, so that nearly all of the memory bound is left to the workers.
 """
@@ -21,14 +21,14 @@ from ops.compress.calibrated import Calibration, calibrate
 from ops.compress.output import config_json, index_json
 from ops.compress.plan import Plan, Shard
 from ops.compress.quality import UNJUDGED_FILES
-from ops.compress.report import build_report, render_markdown, render_picture
+from ops.compress.report import build_report, render_markdown
 from ops.compress.source import INDEX_NAME, Checkpoint
 from ops.compress.worker import Done, Failed, Progress, Ready, Setup, status_bytes
 from ops.compress.worker import main as worker_main
 from ops.compress.workfolder import WorkFolder, as_json
 
 POLL_SECONDS = 0.1
-PARENT_GROWTH_BYTES = 64 << 20  # journal records, progress bar, the report
+PARENT_GROWTH_BYTES = 64 << 20  # records, progress bar, the report
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,14 @@ def compress(
     """
     started = time.monotonic_ns()
     with WorkFolder(destination, plan.identity(), restart) as folder:
-        done = {record["shard"] for record in folder.journal.records}
+        done = {record["shard"] for record in folder.records}
         todo = deque(shard for shard in plan.shards if shard.index not in done)
         _check_space(folder, todo)
         skipped = plan.bytes_in - sum(shard.bytes_in for shard in todo)
         on_progress(skipped)
         raw = calibrate(checkpoint, plan, calibration, folder.path) if calibration else None
         peak = _work(checkpoint, plan, folder, todo, resources, on_progress, raw) if todo else 0
-        records = sorted(folder.journal.records, key=lambda record: int(record["shard"]))
+        records = sorted(folder.records, key=lambda record: int(record["shard"]))
         report = build_report(checkpoint, plan, records)
         folder.publish(
             [(checkpoint.path / name, str(name)) for name in checkpoint.other_files],
@@ -168,7 +168,6 @@ def compress(
                 INDEX_NAME: index_json(plan),
                 "report.json": as_json(report),
                 "report.md": render_markdown(report).encode(),
-                "report.png": render_picture(report),
                 **UNJUDGED_FILES,
                 "config.json": config_json(checkpoint, plan),
             },
@@ -221,7 +220,7 @@ def _work(
                 if isinstance(message, Progress):
                     on_progress(message.bytes_in)
                 else:
-                    folder.journal.append(message.record)
+                    folder.add(message.record)
             resident = status_bytes("VmRSS") + workers.resident_bytes()
             if resident > resources.max_memory_bytes:
                 raise MemoryExceeded(

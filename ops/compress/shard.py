@@ -1,4 +1,4 @@
-"""One output file, a few rows at a time: read, pack or keep, write, and tell the journal what became of it."""
+"""One output file, a few rows at a time: read, pack or keep, write, and say what became of it."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class TakenOver:
 
 
 class ShardWriter:
-    """Turns one `Shard` into one file of `folder`. `write` returns the journal's record."""
+    """Turns one `Shard` into one file of `folder`. `write` returns its record."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """The folder a result is built in, and the one rename that makes it a checkpoint.
 
 `.NAME.compressing` lies beside the destination and is locked by its one user. It holds `identity.json` (which source
-and options it is for), the journal, and `files/`, the future checkpoint, which gets its config.json only when every
-other byte is durable. The last step renames `files/` to the destination: a half-made folder never bears its name.
+and options it is for), `files/`, the future checkpoint, and `records/`, one small file for each finished file of it. A
+file is written aside and renamed, then its record is: what has no record was being written when the last run ended.
+The last step renames `files/` to the destination: a half-made folder never bears its name.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ops.compress.journal import Journal
 from ops.compress.tensorfile import fsync_directory
 
 IDENTITY = "identity.json"
-JOURNAL = "journal.jsonl"
 
 
 class WorkFolder:
@@ -30,7 +29,7 @@ class WorkFolder:
             raise ValueError(f"{destination} exists; name another destination or remove it")
         self.destination = destination
         self.path = destination.with_name(f".{destination.name}.compressing")
-        self.files = self.path / "files"
+        self.files, self._records = self.path / "files", self.path / "records"
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -48,6 +47,7 @@ class WorkFolder:
             _empty(self.path)
             write_durably(self.path / IDENTITY, as_json(identity))
         self.files.mkdir(exist_ok=True)
+        self._records.mkdir(exist_ok=True)
         found = json.loads((self.path / IDENTITY).read_text())
         changed = [key for key in identity if found.get(key) != identity[key]]
         if changed:
@@ -55,20 +55,24 @@ class WorkFolder:
                 f"{self.path} holds unfinished work with another {' and '.join(changed)}; "
                 "run it again as it was, or throw that work away with --restart"
             )
-        self.journal = Journal(self.path / JOURNAL)
+        self.records: list[dict[str, Any]] = [json.loads(file.read_bytes()) for file in self._records.glob("*.json")]
         self._check_files()
 
     def __enter__(self) -> WorkFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.journal.close()
         os.close(self._lock)
 
+    def add(self, record: dict[str, Any]) -> None:
+        """What became of `record["file"]`, which is whole. Returns when it is on disk."""
+        write_durably(self._records / f"{record['file']}.json", as_json(record))
+        self.records.append(record)
+
     def _check_files(self) -> None:
-        """Removes what no journal line vouches for (it was being written when the last run ended); ValueError when
+        """Removes what no record vouches for (it was being written when the last run ended); ValueError when
         a file that one does vouch for is not as it was."""
-        whole = {record["file"]: record["bytes"] for record in self.journal.records}
+        whole = {record["file"]: record["bytes"] for record in self.records}
         for entry in self.files.iterdir():
             if entry.name not in whole:
                 _remove(entry)

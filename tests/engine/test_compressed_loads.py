@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from synthetic_checkpoint import Geometry, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from cluster.quality import State, read_verdict
 from ops.compress.cli import EXIT_UNMET
 from ops.compress.cli import main as compress_main
-from ops.compress.synthetic import Geometry, make_checkpoint
 from ops.compress.verify import library_decode
 from ops.tiny_models.build import build
 

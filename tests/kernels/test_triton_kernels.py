@@ -34,10 +34,6 @@ def test_every_check_passes_in_the_interpreter() -> None:
     assert len(lines) == len(checks.CHECKS) == 9
 
 
-def test_the_vectors_hold_in_the_interpreter() -> None:
-    assert interpreted("-c", "from ops.kernels import vectors; print(vectors.verify('triton'))") == "[]\n"
-
-
 def test_the_gpu_script_rehearses() -> None:
     output = interpreted("-m", "ops.kernels.gpu_check", "--rehearse")
     assert output.count("rehearsed seal") == 7

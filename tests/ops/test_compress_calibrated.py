@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from synthetic_checkpoint import Geometry, make_checkpoint
 
 from ops.compress.calibrated import RAW, Calibration, calibrate, check_calibrator
 from ops.compress.cli import main
@@ -20,7 +21,6 @@ from ops.compress.families import choose, family_of
 from ops.compress.plan import Options, Plan, make_plan
 from ops.compress.run import Resources, compress
 from ops.compress.source import Checkpoint, open_checkpoint
-from ops.compress.synthetic import Geometry, make_checkpoint
 from ops.compress.verify import verify
 from ops.compress.workfolder import WorkFolder
 

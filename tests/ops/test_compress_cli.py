@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from synthetic_checkpoint import Geometry, make_checkpoint
 
 from ops.compress.cli import EXIT_FAILED, EXIT_UNMET, EXIT_USAGE, main
 from ops.compress.progress import ProgressBar
-from ops.compress.synthetic import Geometry, make_checkpoint
 
 
 def tiny_llama(path: Path) -> Path:

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from synthetic_checkpoint import quantise_blocks
 
 from ops.compress import codec
-from ops.compress.synthetic import quantise_blocks
 from ops.compress.verify import library_decode
 
 GRID = (1.0, 0.95, 0.9)

@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic_checkpoint import Geometry, tensor_shapes
 
 from ops.compress.families import (
     FAMILIES,
@@ -19,7 +20,6 @@ from ops.compress.families import (
     ignore_patterns,
     kind_of,
 )
-from ops.compress.synthetic import Geometry, tensor_shapes
 
 DEEPSEEK_MODULES = [
     name.removesuffix(".weight")

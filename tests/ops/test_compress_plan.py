@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from synthetic_checkpoint import Geometry, make_checkpoint
 
 from ops.compress.families import choose, family_of
 from ops.compress.plan import Action, Options, Plan, make_plan
 from ops.compress.source import Checkpoint, open_checkpoint
-from ops.compress.synthetic import Geometry, make_checkpoint
 
 SMALL = Geometry(layers=2, experts=2, vocab=256)
 

@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 
 import pytest
+from synthetic_checkpoint import Geometry, make_checkpoint
 
 from cluster.quality import State, read_verdict
 from ops.compress.families import choose, family_of
 from ops.compress.plan import Options, Plan, make_plan
 from ops.compress.run import Resources, RunFigures, compress
 from ops.compress.source import Checkpoint, open_checkpoint
-from ops.compress.synthetic import Geometry, make_checkpoint
 from ops.compress.verify import verify
 from ops.compress.workfolder import WorkFolder
 
@@ -72,7 +72,7 @@ def result(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_the_result_holds(source: Path, result: Path) -> None:
     names = set(content(result))
-    assert {"config.json", "tokenizer.json", "code/modeling.py", "quality.json", "report.md", "report.png"} <= names
+    assert {"config.json", "tokenizer.json", "code/modeling.py", "quality.json", "report.md"} <= names
     assert not {"pytorch_model.bin", ".cache/junk"} & names
     assert not result.with_name(f".{result.name}.compressing").exists()
     opened = open_checkpoint(result)
@@ -112,14 +112,15 @@ def _names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.exists() else []
 
 
-def test_law_1_ten_kills_and_resumes_give_the_same_bytes(source: Path, tmp_path: Path) -> None:
-    """SIGKILL at ten random moments of the work: while files are written, renamed, journalled."""
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.soak)])
+def test_law_1_kills_and_resumes_give_the_same_bytes(source: Path, tmp_path: Path, kills: int) -> None:
+    """SIGKILL at random moments of the work: while files are written, renamed, recorded."""
     run(source, tmp_path / "whole", options=MANY_FILES)
     destination = tmp_path / "int4"
     work = tmp_path / ".int4.compressing"
     chance = random.Random(6)
     progressed = 0
-    for attempt in range(10):
+    for attempt in range(kills):
         before = _names(work / "files")
         command = _command(source, destination, workers=1 + (attempt % 4 == 0))
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -133,7 +134,7 @@ def test_law_1_ten_kills_and_resumes_give_the_same_bytes(source: Path, tmp_path:
         with pytest.raises((ValueError, FileNotFoundError)):
             open_checkpoint(work / "files")
         progressed += len(_names(work / "files")) > len(before)
-    assert progressed >= 5
+    assert progressed >= kills // 2
     subprocess.run(_command(source, destination), check=True, capture_output=True)
     assert content(destination) == content(tmp_path / "whole")
     assert not work.exists()
@@ -180,7 +181,7 @@ def test_unfinished_work_is_not_mixed_with_other_options(source: Path, tmp_path:
     with pytest.raises(ValueError, match=r"another options and outputs; run it again as it was, or .* --restart"):
         compress(checkpoint, other, destination, TWO)
     with WorkFolder(destination, other.identity(), restart=True) as folder:
-        assert folder.journal.records == []
+        assert folder.records == []
 
 
 def test_a_vouched_file_that_changed_is_refused(source: Path, tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_a_vouched_file_that_changed_is_refused(source: Path, tmp_path: Path) ->
     with WorkFolder(tmp_path / "int4", plan.identity()) as folder:
         (folder.files / "a").write_bytes(b"1234")
         (folder.files / "stray.part").write_bytes(b"half")
-        folder.journal.append({"shard": 0, "file": "a", "bytes": 4})
+        folder.add({"shard": 0, "file": "a", "bytes": 4})
     with WorkFolder(tmp_path / "int4", plan.identity()) as folder:
         assert [file.name for file in folder.files.iterdir()] == ["a"]
         (folder.files / "a").write_bytes(b"123")

@@ -48,18 +48,6 @@ async def measure(
         await pair.close()
 
 
-def check_alone() -> list[dict[str, Any]]:
-    from dataclasses import asdict
-
-    import torch
-
-    from kernels.dispatch import backend_name
-    from ops.kernels.bench import tag_figures
-
-    torch.set_num_threads(1)
-    return [asdict(figure) for figure in tag_figures(backend_name("cpu"), repetitions=101)]
-
-
 def no_op_alone(batch: int = 16) -> dict[str, Any]:
     """What `integrity.mode: off` adds to one step over a build without the feature, nanoseconds.
 
@@ -126,7 +114,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.check_alone:
-        print_json(check_alone())
+        from ops.bench.integrity_cost import check_alone  # torch and the kernels
+
+        print_json(check_alone.all_shapes())
         return 0
     if args.no_op_alone:
         print_json(no_op_alone())

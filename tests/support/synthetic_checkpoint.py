@@ -1,5 +1,5 @@
 """Random checkpoints in DeepSeek V3's form (MLA, routed and shared experts, one MTP layer), BF16 or block-scaled FP8,
-of any size: for tests and for benchmarks of tools that read checkpoints. The weights mean nothing."""
+of any size. The weights mean nothing."""
 
 from __future__ import annotations
 
@@ -104,16 +104,6 @@ def _mlp(base: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, .
     yield f"{base}.gate_proj.weight", (inner, hidden)
     yield f"{base}.up_proj.weight", (inner, hidden)
     yield f"{base}.down_proj.weight", (hidden, inner)
-
-
-def geometry_of_size(nbytes: int, fp8: bool) -> Geometry:
-    """A geometry of about `nbytes` on disk, made of experts of a real model's shape (2048 x 1024)."""
-    hidden, inner = 2048, 1024
-    expert_bytes = 3 * hidden * inner * (1 if fp8 else 2)
-    experts = 32
-    layers = max(2, round(nbytes / (experts * expert_bytes)))
-    return Geometry(hidden=hidden, intermediate=4 * inner, moe_intermediate=inner, layers=layers, experts=experts,
-                    heads=16, q_lora=512, vocab=8192, mtp_layers=0)  # fmt: skip
 
 
 class _Weights:
