@@ -14,7 +14,7 @@ from ray.serve import Application
 
 from actors.engine.replica import DecodeReplica, PrefillReplica
 from app.frontend import Frontend
-from cluster.placement import deployment_options, frontend_options, has_prefill
+from app.placement import deployment_options, frontend_options, has_prefill
 from cluster.plan.preflight import refuse_unfit_cpu_pools
 from cluster.quality import refuse_poor_quality
 from cluster.spec import ClusterSpec, SpecError

@@ -26,7 +26,7 @@ from actors.controller.queue import AdmissionQueue
 from actors.controller.registry import Registry, Replica
 from actors.controller.spike import Trend
 from actors.messages import Role, ScaleDecision
-from cluster.placement import has_prefill
+from app.placement import has_prefill
 from cluster.spec import ClusterSpec, PoolSpec, ScalingSpec
 
 EVERY_NS = SECOND // 2

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from app.commands.own_http import DIRECT
+from app.placement import DRAIN_S, cpus_asked
 from app.processes import MARK, end_marked, marked, sweep
 from cluster.names import NAMESPACE, is_of
-from cluster.placement import DRAIN_S, cpus_asked
 from cluster.plan.fits import DoesNotFit
 from cluster.plan.preflight import refuse_unfit_cpu_pools
 from cluster.quality import PoorQuality, check_quality

@@ -8,7 +8,7 @@ import pytest
 from ray import serve
 
 from actors.controller.serve_policy import FollowController
-from cluster.placement import cpus_asked, deployment_options, frontend_options, resources
+from app.placement import cpus_asked, deployment_options, frontend_options, resources
 from cluster.spec import TOPOLOGIES, ClusterSpec, PoolSpec
 
 SMALLEST_MACHINE_CPUS = 2  # the README's
