@@ -36,11 +36,11 @@ serve: setup
 # everything that a change must pass, cheap steps first
 test: setup check unit aot pytest
 
-# lint and types: about ten seconds when warm
+# lint, and types of product and tests: about ten seconds when warm
 check: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy app actors kernels cluster ops
+	@$(BIN)/mypy app actors kernels cluster ops tests
 
 # state machines and plain functions: no engine, no kernel compile
 unit: $(STAMP)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 LADDER = ("kernels", "cluster", "actors", "app", "ops")
 # A string that is a module of ours, or an attribute of one: `app.main:build`.
 REFERENCE = re.compile(rf"(?:{'|'.join(LADDER)})(?:\.\w+)+(?::\w+)?")
-# The command line imports the module of a command when it is asked for; programs that it runs are processes of their own.
+# The command line imports the module of a command when it is asked for.
 DECLARED_UPWARDS = {"app/cli.py": "ops."}
 CARRIERS = {
     "ray": r"app/.*|ops/.*|actors/(controller|transfer)/actor\.py|actors/engine/replica\.py"

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,7 +32,7 @@ from actors.transfer.channel import (
 )
 
 HELLO = Hello(engine="r#0", role=Role.PREFILL, pid=1)
-MESSAGES = [
+MESSAGES: list[Any] = [
     HELLO,
     WriterDone(ticket_id=2**63, attempt=1),
     PagesSealed(

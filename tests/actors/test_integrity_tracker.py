@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from actors.controller.page_book import PageBook
-from actors.engine.integrity import tracker as tracker_module
 from actors.engine.integrity.tracker import CheckTracker, Mismatch, Proof
 from actors.messages import Occupancy
 from cluster.metrics import ENGINE_COUNTERS
@@ -189,7 +188,7 @@ def test_verdicts_are_told_once(tracker: CheckTracker) -> None:
 
 def test_steps_must_be_proven(tracker: CheckTracker, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(tracker_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     take(tracker, "a", 1)
 
     def counters() -> dict[str, float]:

@@ -21,7 +21,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.integrity import tag_check
 from actors.engine.integrity.tag_check import Forward, IntegrityError, NoCheck, TagCheck, forward_of, self_test
 from actors.engine.integrity.tracker import IntegrityDelta, Mismatch, NoTracker, Proof
 from actors.engine.scheduler_half import FerryConnectorScheduler
@@ -227,7 +226,7 @@ def test_a_step_without_forward_still_hears_the_delta() -> None:
 def test_the_self_test_passes_and_sees_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
     self_test()
     blind = lambda *args: (torch.zeros(3, dtype=torch.bool), torch.full((3,), -1, dtype=torch.int32))  # noqa: E731
-    monkeypatch.setattr(tag_check.dispatch, "check_tags", blind)
+    monkeypatch.setattr("kernels.dispatch.check_tags", blind)
     with pytest.raises(IntegrityError, match="was not caught"):
         self_test()
     monkeypatch.undo()
@@ -236,7 +235,7 @@ def test_the_self_test_passes_and_sees_a_broken_check(monkeypatch: pytest.Monkey
         self_test()
     monkeypatch.undo()
     raging = lambda *args: (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int32))  # noqa: E731
-    monkeypatch.setattr(tag_check.dispatch, "check_tags", raging)
+    monkeypatch.setattr("kernels.dispatch.check_tags", raging)
     with pytest.raises(IntegrityError, match="was refused"):
         self_test()
 

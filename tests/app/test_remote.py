@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from ray.serve.context import _get_serve_request_context, _RequestContext, _serve_request_context
 
-from app import remote
-from app.rpc import directory
+from app.rpc import directory, remote
 from app.rpc.ports import ReplicaGone
 from app.rpc.remote import RemoteDecode
 

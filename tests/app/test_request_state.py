@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,7 +160,7 @@ def test_the_death_of_another_replica_is_not_ours() -> None:
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_page_mismatch_ends_the_request_with_an_error_of_its_own(answered: bool) -> None:
     """`answered` False: decode's verdict overtakes the answer to the call that submitted the request."""
-    before = [Admitted(ticket(prefill=None)), *([Submitted()] if answered else [])]
+    before: list[Any] = [Admitted(ticket(prefill=None)), *([Submitted()] if answered else [])]
     now, actions = tell(*before, PageMismatch("d1", "cmpl-1", 5))
     end = actions[-1]
     assert isinstance(end, End) and end.outcome is Outcome.FAILED and end.fault is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MODEL, pair_spec
+from engine_specs import MODEL, pair_spec
 from vllm.sampling_params import SamplingParams
 
 from actors.messages import Verdict

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from conftest import MODEL
+from engine_specs import MODEL
 from vllm.sampling_params import SamplingParams
 
 from actors.messages import Verdict

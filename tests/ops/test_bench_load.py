@@ -43,7 +43,7 @@ async def server(handler: Handler) -> AsyncIterator[str]:
         return response
 
     app = web.Application()
-    app.rpc.router.add_post("/v1/completions", completions)
+    app.router.add_post("/v1/completions", completions)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

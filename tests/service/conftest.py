@@ -6,15 +6,11 @@ with `quiet`: nothing of its requests is left anywhere, and no law of the contro
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
+from live_service import free_port, wait_quiet
 
 from app.client import Client
 from app.commands.serve import Service
@@ -23,12 +19,6 @@ from ops.bench.parity import SETTINGS
 
 BLOCKS = 320  # pages a replica: 10,240 tokens
 MAX_LEN = 2048
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def service_spec() -> ClusterSpec:
@@ -73,36 +63,6 @@ def service(spec: ClusterSpec) -> Iterator[Service]:
 def client(service: Service) -> Iterator[Client]:
     with Client(service.url) as made:
         yield made
-
-
-def fetch(url: str, path: str) -> Any:
-    with urllib.request.urlopen(url + path, timeout=10) as answer:
-        return json.load(answer)
-
-
-def leftovers(status: dict[str, Any], audit: dict[str, Any]) -> list[str]:
-    """What a service without requests must not hold, in words; empty when it is as it should be."""
-    found = list(audit["breaches"])
-    if status["tickets"]["in_flight"]:
-        found.append(f"tickets in flight: {status['tickets']['by_state']}")
-    if status["staging"]["bytes_held"] or status["staging"]["leases"]:
-        found.append(f"staging holds {status['staging']['bytes_held']} bytes in {status['staging']['leases']} leases")
-    if status["queue"]["waiting"]:
-        found.append(f"{status['queue']['waiting']} requests wait")
-    for pool, each in ((p, r) for p, q in status["pools"].items() for r in q["replicas"]):
-        counts = {name: each[name] for name in ("blocks_held", "blocks_quarantined", "running", "waiting")}
-        if any(counts.values()):
-            found.append(f"{pool} {each['replica_id']} holds {counts}")
-        if each["blocks_free"] + each["blocks_held"] + each["blocks_quarantined"] != each["blocks_total"]:
-            found.append(f"{pool} {each['replica_id']} does not add up: {each}")
-    return found
-
-
-def wait_quiet(url: str, timeout_s: float = 15.0) -> None:
-    until = time.monotonic() + timeout_s
-    while left := leftovers(fetch(url, "/status"), fetch(url, "/status/audit")):
-        assert time.monotonic() < until, left
-        time.sleep(0.2)
 
 
 @pytest.fixture

@@ -10,36 +10,15 @@ import time
 from typing import Any
 
 import pytest
-from conftest import fetch
+from live_service import LONG, STORY, ended, fetch, states, wait_for
 
 from app.client import Client
 from app.commands.serve import Service
-
-STORY = "The old lighthouse keeper climbed the winding stairs each evening to light the lamp. "
-LONG = STORY * 85  # about 1,700 tokens: seconds of prefill in chunks of 256
 
 
 @pytest.fixture(autouse=True)
 def _(quiet: Any) -> None:
     """Every test of this module leaves nothing behind."""
-
-
-def wait_for(what: Any, timeout_s: float = 20.0) -> Any:
-    until = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.05)
-    return found
-
-
-def states(service: Service) -> dict[str, int]:
-    found: dict[str, int] = fetch(service.url, "/status")["tickets"]["by_state"]
-    return {state: count for state, count in found.items() if count}
-
-
-def ended(service: Service) -> dict[str, int]:
-    found: dict[str, int] = fetch(service.url, "/status")["tickets"]["ended"]
-    return found
 
 
 def hang_up(service: Service, path: str, body: str, when: Any) -> None:

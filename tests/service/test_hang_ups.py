@@ -12,8 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import fetch
-from test_faults import LONG, STORY, ended, states, wait_for
+from live_service import LONG, STORY, ended, fetch, states, wait_for
 
 from app.client import Client, ServiceError
 from app.commands.serve import Service

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import fetch
+from live_service import fetch
 from serve_command import serving
 
 from app.cli import main

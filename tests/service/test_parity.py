@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import free_port
+from live_service import free_port
 
 from app.commands.serve import Service
 from cluster.spec import ClusterSpec

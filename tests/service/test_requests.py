@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from conftest import fetch
+from live_service import fetch
 from ray import serve
 
 from app.client import AsyncClient, Client, ServiceError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,10 @@ def measure(rows: int, tokens: int, page_tokens: int, repetitions: int = REPETIT
     # A row: its ids, expected tags and the tags it points at; then one copy of as many bytes.
     touched = rows * columns * (4 + 8 + 8) + rows * (4 + 4 + 1)
     a, b = (torch.ones(touched // 2, dtype=torch.uint8) for _ in range(2))
-    runs = partial(dispatch.check_tags, tags, table, lengths, expected), partial(b.copy_, a)
-    if runs[0]()[0].any():
+    check = partial(dispatch.check_tags, tags, table, lengths, expected)
+    if check()[0].any():
         raise AssertionError("a correct table was called bad")
+    runs: tuple[Callable[[], Any], Callable[[], Any]] = (check, partial(b.copy_, a))
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repetitions):
         for run, spent in zip(runs, times):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from conftest import free_port
+from live_service import free_port
 
 from app.processes import MARK
 
