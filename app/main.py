@@ -14,7 +14,7 @@ from ray.serve import Application
 
 from actors.engine.replica import DecodeReplica, PrefillReplica
 from app.frontend import Frontend
-from app.placement import deployment_options, frontend_options, has_prefill
+from app.placement import deployment_options, frontend_options
 from cluster.plan.preflight import refuse_unfit_cpu_pools
 from cluster.quality import refuse_poor_quality
 from cluster.spec import ClusterSpec, SpecError
@@ -43,7 +43,7 @@ def application(spec: ClusterSpec) -> Application:
     tree, number = spec.model_dump(mode="json"), time.time_ns()
     decode = serve.deployment(DecodeReplica, **deployment_options(spec, "decode")).bind(tree, number)
     prefill = None
-    if has_prefill(spec):
+    if spec.has_prefill:
         prefill = serve.deployment(PrefillReplica, **deployment_options(spec, "prefill")).bind(tree, number)
     application: Application = serve.deployment(Frontend, **frontend_options(spec)).bind(tree, number, prefill, decode)
     return application

@@ -78,17 +78,11 @@ def cpus_asked(spec: ClusterSpec) -> float:
     """CPUs that Ray must have for the whole service at its largest: every pool at its upper bound, in an update."""
     pools = (spec.pools.prefill, spec.pools.decode)
     parts = [
-        (deployment_options(spec, "prefill"), pools[0].bounds[1] if has_prefill(spec) else 0),
+        (deployment_options(spec, "prefill"), pools[0].bounds[1] if spec.has_prefill else 0),
         (deployment_options(spec, "decode"), pools[1].bounds[1]),
         (frontend_options(spec), spec.frontend.replicas),
     ]
     return sum(_cpus(options) * (most + _surge(options, most)) for options, most in parts)
-
-
-def has_prefill(spec: ClusterSpec) -> bool:
-    """Whether there is a prefill pool: one with replicas now, or one that the controller may scale up."""
-    pool = spec.pools.prefill
-    return pool.replicas > 0 or (spec.scaling.mode != "off" and pool.max_replicas is not None)
 
 
 def _cpus(options: dict[str, Any]) -> float:

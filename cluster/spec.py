@@ -258,6 +258,12 @@ class ClusterSpec(_Section):
     frontend: FrontendSpec = FrontendSpec()
     faults: FaultSpec = FaultSpec()
 
+    @property
+    def has_prefill(self) -> bool:
+        """Whether there is a prefill pool: one with replicas now, or one that the controller may scale up."""
+        pool = self.pools.prefill
+        return pool.replicas > 0 or (self.scaling.mode != "off" and pool.max_replicas is not None)
+
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> ClusterSpec:
         """Reads a YAML topology. `overrides` maps dotted keys to values: {"pools.decode.replicas": 2}."""

@@ -26,7 +26,6 @@ from actors.controller.queue import AdmissionQueue
 from actors.controller.registry import Registry, Replica
 from actors.controller.spike import Trend
 from actors.messages import Role, ScaleDecision
-from app.placement import has_prefill
 from cluster.spec import ClusterSpec, PoolSpec, ScalingSpec
 
 EVERY_NS = SECOND // 2
@@ -163,7 +162,7 @@ class Autoscaler(Tracked):
     @property
     def _roles(self) -> tuple[Role, ...]:
         """Of the pools that are deployed. Decode holds what has been paid for already: it goes first."""
-        return (Role.DECODE, Role.PREFILL) if has_prefill(self._spec) else (Role.DECODE,)
+        return (Role.DECODE, Role.PREFILL) if self._spec.has_prefill else (Role.DECODE,)
 
     def _held(self, role: Role, now_ns: int) -> int:
         """What the platform holds or is about to."""
