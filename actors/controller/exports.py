@@ -6,6 +6,8 @@ from typing import Any
 
 from cluster.metrics import CONTROLLER, ENGINE, ENGINE_COUNTERS, VERDICTS, Emitter
 
+NODE_CHARS = 12  # of Ray's 56 in a node id, as in the names of transfer actors
+
 
 class Exporter:
     """Turns running totals into counter increments and everything else into gauges.
@@ -38,7 +40,8 @@ class Exporter:
         for pool, directions in status["scaling"]["decided"].items():
             for direction, total in directions.items():
                 self._total("pageferry_scale_decisions_total", total, pool=pool, direction=direction)
-        for node, staging in status["staging"]["nodes"].items():
+        for node_id, staging in status["staging"]["nodes"].items():
+            node = node_id[:NODE_CHARS]
             self._emitter.set("pageferry_staging_bytes", staging["bytes_held"], node=node)
             self._emitter.set("pageferry_staging_bytes_max", staging["bytes_max"], node=node)
         here = {(pool, r["replica_id"]) for pool, each in status["pools"].items() for r in each["replicas"]}

@@ -282,6 +282,8 @@ class Service:
         ]
         if self.dashboard_url:
             lines.append(f"  Ray dashboard: {self.dashboard_url}  (asks for a token: `ray get-auth-token`)")
+        if self._temp_dir is not None:
+            lines.append(f"  Prometheus targets: {self._temp_dir / 'prom_metrics_service_discovery.json'}")
         return "\n".join([*lines, "\nCtrl-C ends it.\n"])
 
     def watch(self) -> None:

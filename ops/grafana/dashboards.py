@@ -16,12 +16,14 @@ def now(metric: str, by: str = "", labels: str = "", how: str = "sum") -> str:
 
 
 def grown(metric: str, window: str, by: str = "", labels: str = "") -> str:
-    return f"sum {_by(by)}(increase(ray_pageferry_{metric}{{$A{labels}}}[{window}]))"
+    """Events in `window`: whole ones, though Prometheus extrapolates to its edges."""
+    return f"round(sum {_by(by)}(increase(ray_pageferry_{metric}{{$A{labels}}}[{window}])))"
 
 
 def quantile(share: float, metric: str, by: str = "") -> str:
     labels = f"le, {by}" if by else "le"
-    return f"histogram_quantile({share}, sum by ({labels}) (rate(ray_pageferry_{metric}_bucket{{$A}}[{R}])))"
+    """Nothing instead of NaN while nothing was observed."""
+    return f"histogram_quantile({share}, sum by ({labels}) (rate(ray_pageferry_{metric}_bucket{{$A}}[{R}]))) >= 0"
 
 
 def ratio(part: str, whole: str) -> str:
@@ -174,7 +176,7 @@ HAND_OVER = Dashboard(
             "Staging",
             [
                 Query(now("staging_bytes", "node"), "held {{node}}"),
-                Query(now("staging_bytes_max", "node"), "there is {{node}}"),
+                Query(now("staging_bytes_max", "node"), "size {{node}}"),
             ],
             "Shared memory that leases hold",
             "bytes",
