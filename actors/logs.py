@@ -6,9 +6,12 @@ Our loggers are all below `pageferry`; in a process that Serve has not set up no
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from typing import Any
 
 SERVE = "ray.serve"
+ENCODING = "PAGEFERRY_LOG_ENCODING"  # environment of our actors; replicas have Serve's own configuration
 FORMAT = "%(levelname)s %(asctime)s %(name)s -- %(message)s"
 
 
@@ -18,15 +21,20 @@ def below_serve() -> None:
 
 
 def as_component(name: str, ident: str) -> None:
-    """In an actor that is none of Serve's: a log file beside theirs, set up by Serve itself.
-
-    The format is that of `RAY_SERVE_LOG_ENCODING`; an application's own `logging_config` does not reach it.
-    """
+    """In an actor that is none of Serve's: a log file beside theirs, set up by Serve itself; see `of_actor`."""
     from ray.serve._private.logging_utils import configure_component_logger
     from ray.serve.schema import LoggingConfig
 
-    configure_component_logger(component_name=name, component_id=ident, logging_config=LoggingConfig())
+    config = LoggingConfig(encoding=os.environ.get(ENCODING, "TEXT"))
+    configure_component_logger(component_name=name, component_id=ident, logging_config=config)
     below_serve()
+
+
+def of_actor() -> dict[str, Any]:
+    """In a replica: the `runtime_env` of an actor that it makes, so that the actor logs JSON where this replica does."""
+    formatters = [getattr(handler, "target", handler).formatter for handler in logging.getLogger(SERVE).handlers]
+    as_json = any(type(formatter).__name__ == "JSONFormatter" for formatter in formatters)
+    return {"env_vars": {ENCODING: "JSON"}} if as_json else {}
 
 
 def to_stderr() -> None:

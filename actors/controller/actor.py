@@ -357,6 +357,7 @@ def get_or_create(application: str, spec: ClusterSpec, deployment: int) -> Any:
             max_task_retries=0,
             max_concurrency=100_000,
             num_cpus=0,
+            runtime_env=logs.of_actor(),
             # Else, made by a replica that is a placement group, it would belong to that group and end with it for good.
             scheduling_strategy="DEFAULT",
         )

@@ -410,6 +410,7 @@ def get_or_create(node_id: str, staging_bytes_max: int, lease_s: float, applicat
             max_task_retries=-1,  # every method may be repeated
             max_concurrency=1000,
             num_cpus=0,
+            runtime_env=logs.of_actor(),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         .remote(node_id, staging_bytes_max, lease_s, application)

@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--dashboard-port", type=int, default=0, help="of the new local Ray cluster; default: a free one")
     make.add_argument("--name", default=APPLICATION, help="of the Serve application; default: %(default)s")
     make.add_argument("--route-prefix", default="/", help="of its HTTP routes; each application has its own")
+    make.add_argument("--log-format", choices=("text", "json"), default="text", help="of all log files")
     make.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until the service is healthy")
     return make
 
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
         print(f"pageferry serve: {error}", file=sys.stderr)
         return 2
     _catch_signals()
-    service = Service(spec, args.address, args.dashboard_port, args.name, args.route_prefix)
+    service = Service(spec, args.address, args.dashboard_port, args.name, args.route_prefix, args.log_format)
     try:
         service.start(_catch_signals)
         service.wait_healthy(args.timeout)
@@ -107,12 +108,14 @@ class Service:
         dashboard_port: int = 0,
         application: str = APPLICATION,
         route_prefix: str = "/",
+        log_format: str = "text",
     ) -> None:
         self.spec = spec
         self.address = address
         self.dashboard_port = dashboard_port
         self.application = application
         self.route_prefix = route_prefix
+        self.log_encoding = log_format.upper()
         self._deployed = False
         self.dashboard_url = ""
         self._mark = uuid.uuid4().hex
@@ -216,6 +219,7 @@ class Service:
                     target=application(self.spec),
                     name=self.application,
                     route_prefix=self.route_prefix,
+                    logging_config={"encoding": self.log_encoding},
                 )
             ],
             wait_for_ingress_deployment_creation=False,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -121,8 +122,7 @@ def configuration(folder: Path, targets: Path) -> Path:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("prometheus")
     settings = [f"{name}={value}" for name, value in SETTINGS.items()]
-    environ = {"RAY_SERVE_LOG_ENCODING": "JSON", "RAY_metrics_report_interval_ms": "2000"}
-    with serving(settings, **environ) as (_, url, shown):
+    with serving([*settings, "--log-format", "json"], RAY_metrics_report_interval_ms="2000") as (_, url, shown):
         targets = Path(next(line.split()[-1] for line in shown.splitlines() if "Prometheus targets" in line))
         address = f"127.0.0.1:{free_port()}"
         command = ["prometheus", f"--config.file={configuration(folder, targets)}", f"--web.listen-address={address}"]
@@ -188,8 +188,6 @@ def test_a_request_moves_what_it_should(watched: Watched) -> None:
 
 
 def test_a_page_mix_up_fires_its_alert_and_it_clears(watched: Watched) -> None:
-    import threading
-
     codes: list[int] = []
     victim = threading.Thread(target=lambda: codes.append(watched.complete("victim", 300)))
     victim.start()
@@ -202,12 +200,13 @@ def test_a_page_mix_up_fires_its_alert_and_it_clears(watched: Watched) -> None:
 
 
 def test_every_query_of_every_dashboard_is_answered(watched: Watched) -> None:
-    empty = []
-    for board in DASHBOARDS:
-        for panel in board.panels:
-            for query in panel.queries:
-                if not evaluate(watched.prometheus, query, watched.began, time.time(), "20s"):
-                    empty.append(f"{board.uid}: {panel.title}: {query.promql}")
+    empty = [
+        f"{board.uid}: {panel.title}: {query.promql}"
+        for board in DASHBOARDS
+        for panel in board.panels
+        for query in panel.queries
+        if not evaluate(watched.prometheus, query, watched.began, time.time(), "20s")
+    ]
     assert not empty, "\n".join(empty)
 
 
