@@ -31,7 +31,7 @@ def as_component(name: str, ident: str) -> None:
 
 
 def of_actor() -> dict[str, Any]:
-    """In a replica: the `runtime_env` of an actor that it makes, so that the actor logs JSON where this replica does."""
+    """In a replica: the `runtime_env` of an actor that it makes, which then logs JSON where this replica does."""
     formatters = [getattr(handler, "target", handler).formatter for handler in logging.getLogger(SERVE).handlers]
     as_json = any(type(formatter).__name__ == "JSONFormatter" for formatter in formatters)
     return {"env_vars": {ENCODING: "JSON"}} if as_json else {}
