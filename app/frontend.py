@@ -6,6 +6,7 @@ vLLM is imported when a replica starts, not when this module is: whoever deploys
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -20,6 +21,8 @@ from app.client.asgi import call
 from app.rpc import directory
 from app.rpc.controller_loops import ControllerLoops
 from cluster.spec import ClusterSpec
+
+logger = logging.getLogger("pageferry.frontend")
 
 
 @serve.ingress()
@@ -138,7 +141,8 @@ class Frontend:
         try:
             status = await asyncio.wait_for(self.controller.status(), 3.0)
         except Exception as error:
-            return f"the controller does not answer: {error}"
+            logger.warning("health: the controller does not answer: %s: %s", type(error).__name__, error)
+            return "the controller does not answer"
         pools = ["decode", "prefill"] if self._has_prefill and self.spec.pools.prefill.replicas else ["decode"]
         for pool in pools:
             if not status["pools"].get(pool, {}).get("replicas"):

@@ -49,6 +49,25 @@ ONLY = {
     "ec_transfer_config": (None, _OWN_CONNECTOR),
 }
 
+# What decides which token is drawn and what is told of it. Prefill draws the first token for decode.
+SAMPLING = ("logits_processors", "logprobs_mode", "max_logprobs", "return_sampling_mask", "watermark_config")
+
+
+def with_sampling_of(decode: Mapping[str, Any], prefill: Mapping[str, Any]) -> dict[str, Any]:
+    """Prefill's arguments with decode's sampling."""
+    return dict(prefill) | {name: decode[name] for name in SAMPLING if name in decode}
+
+
+def sampling_problem(decode: Mapping[str, Any], prefill: Mapping[str, Any]) -> str:
+    """Which of prefill's arguments would make it draw other tokens than decode does; "" when none."""
+    for name in SAMPLING:
+        if name in prefill and prefill[name] != decode.get(name):
+            return (
+                f"engine_args.{name} {prefill[name]!r}: prefill draws first tokens for decode, which has "
+                f"{decode.get(name)!r}; set it in pools.decode.engine_args only, it holds for both"
+            )
+    return ""
+
 
 def problem(engine_args: Mapping[str, Any]) -> str:
     """What is wrong with the first argument that cannot work; "" when all can."""

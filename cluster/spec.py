@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cluster.engine_args import GROUP_GPUS_MAX, problem
+from cluster.engine_args import GROUP_GPUS_MAX, problem, sampling_problem
 from cluster.fault_kinds import KINDS
 
 KvDtype = Literal["bfloat16", "fp8_e4m3"]
@@ -154,6 +154,8 @@ class PoolsSpec(_Section):
                 "pools.prefill.kv_dtype fp8_e4m3 with pools.decode.kv_dtype bfloat16 has no codec; "
                 "use bfloat16 on prefill"
             )
+        if self.prefill.bounds[1] and (wrong := sampling_problem(self.decode.engine_args, self.prefill.engine_args)):
+            raise ValueError(f"pools.prefill.{wrong}")
         return self
 
 
@@ -231,6 +233,11 @@ class FrontendSpec(_Section):
     )
     tenants: dict[str, str] = Field(
         default={}, description="API key -> tenant; each tenant has its own prefix-cache salt"
+    )
+    admin_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="for /status and vLLM's own administration; null: open where `host` is a loopback address",
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.messages import Fingerprint, Role
+from cluster.engine_args import with_sampling_of
 from cluster.spec import ClusterSpec, PoolSpec
 
 CONNECTOR_MODULE = "actors.engine.connector"
@@ -106,9 +107,12 @@ def engine_kwargs(spec: ClusterSpec, role: Role, replica_id: str, socket_path: s
     if role is Role.PREFILL:
         # Both sides draw tokens of one request: with vLLM's one default they would use the same random numbers.
         kwargs["seed"] = PREFILL_SEED
+        engine_args = with_sampling_of(spec.pools.decode.engine_args, pool.engine_args)
+    else:
+        engine_args = pool.engine_args
     if spec.integrity.mode == "check":
         kwargs["scheduler_cls"] = "actors.engine.integrity.scheduler.make_scheduler"
-    return kwargs | pool.engine_args
+    return kwargs | engine_args
 
 
 def generation(spec: ClusterSpec) -> str:

@@ -35,6 +35,13 @@ def with_kind(body: bytes, fault: RequestError) -> bytes:
     return json.dumps(tree).encode()
 
 
+def event_status(chunk: bytes) -> int:
+    """The `code` of an error event; 0 when it has none."""
+    error = _data(chunk).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) else 0
+
+
 def is_error_event(chunk: bytes) -> bool:
     return chunk.startswith((OPENAI_ERROR, ANTHROPIC_ERROR))
 

@@ -1,31 +1,45 @@
-"""What stands between the outside and vLLM's OpenAI server: internal fields, tenants, sessions, Retry-After."""
+"""What stands between the outside and vLLM's OpenAI server: routes, keys, bodies, tenants, sessions, Retry-After."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import math
+import hmac
+import logging
+import uuid
+from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api import api_errors
+from app.api import json_body, routes
+from app.api.error_rewriter import ErrorRewriter, error_response
+from app.api.json_body import MAX_NAME_CHARS
+from app.client.asgi import IN_PROCESS
 from app.request.context import CALLER, Caller
 from app.request.eligibility import INTERNAL_ARGS
-from app.request.state import RequestError
+
+logger = logging.getLogger("pageferry.frontend")
 
 # Where a body can carry arguments that reach the engine as they are.
 CONTAINERS = ("vllm_xargs", "extra_args", "sampling_params", "extra_body")
 HANG_UP_S = 5.0  # vLLM's handlers take milliseconds to stop
-OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")
+JSON_KINDS = ("application/json", "text/json")
 
 
-def error_response(status: int, message: str, kind: str, param: str | None = None) -> JSONResponse:
-    """An error in the shape of vLLM's own."""
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use what. `tenants`: API key -> tenant; empty: every client is let in.
+
+    Routes that are not for clients need `admin_key`. Without one they are open where only this machine can connect
+    (`local`). A caller with a Serve handle is inside the cluster and may use them.
+    """
+
+    tenants: dict[str, str] = field(default_factory=dict)
+    admin_key: str | None = None
+    local: bool = True
 
 
 def find_forbidden(body: Any, names: tuple[str, ...], path: str = "") -> str | None:
@@ -42,66 +56,128 @@ def find_forbidden(body: Any, names: tuple[str, ...], path: str = "") -> str | N
 
 
 class RequestFilter:
-    """Pure ASGI middleware, outermost. `tenants` maps API keys to tenants; empty: no authentication."""
+    """Pure ASGI middleware, outermost."""
 
-    def __init__(self, app: ASGIApp, tenants: dict[str, str]) -> None:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app = app
-        self._tenants = {hashlib.sha256(key.encode()).digest(): tenant for key, tenant in tenants.items()}
-        self._forbidden = (*INTERNAL_ARGS, "cache_salt") if tenants else INTERNAL_ARGS
-        self._needles = [name.encode() for name in self._forbidden]
+        self._access = access
+        self._tenants = {_digest(key): tenant for key, tenant in access.tenants.items()}
+        self._admin = _digest(access.admin_key) if access.admin_key is not None else None
+        self._forbidden = (*INTERNAL_ARGS, "cache_salt") if access.tenants else INTERNAL_ARGS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        caller = Caller(session=headers.get("x-session-affinity") or headers.get("x-session-id") or "")
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._tenants and scope.get("method") != "OPTIONS" and path not in OPEN_PATHS:
-            tenant = self._tenant_of(headers)
-            if tenant is None:
-                await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
-                return
-            caller.tenant = tenant
+        caller = Caller(
+            session=headers.get("x-session-affinity") or headers.get("x-session-id") or "",
+            trace=headers.get("x-request-id") or uuid.uuid4().hex,
+        )
+        if refusal := self._refuse_head(scope, headers, caller):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await refusal(scope, receive, ErrorRewriter(send, caller))
+            return
         token = CALLER.set(caller)
         try:
-            if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH"):
-                body = await _read(receive)
-                if refusal := self._refuse(body):
-                    await refusal(scope, receive, send)
-                    return
-                receive = _replay(body, receive)
             if scope["type"] == "http":
-                responder = ErrorRewriter(send, caller)
-                try:
-                    await _run(self.app, scope, receive, responder)
-                except Exception:
-                    if not await responder.broken_off():
-                        raise
+                await self._serve(_with_trace(scope, headers, caller), receive, send, caller)
             else:
                 await self.app(scope, receive, send)
         finally:
             CALLER.reset(token)
 
-    def _tenant_of(self, headers: Headers) -> str | None:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        return self._tenants.get(hashlib.sha256(key.encode()).digest())
-
-    def _refuse(self, body: bytes) -> JSONResponse | None:
-        # A name can be written with escapes; without either there is nothing to find and nothing is parsed twice.
-        if b"\\u" not in body and not any(needle in body for needle in self._needles):
-            return None
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
+        responder = ErrorRewriter(send, caller)
         try:
-            tree = json.loads(body)
-        except (ValueError, RecursionError):
-            return None  # vLLM answers malformed bodies
-        field = find_forbidden(tree, self._forbidden)
-        if field is None:
+            if scope["method"] in ("POST", "PUT", "PATCH"):
+                body = await _read(receive)
+                if refusal := self._refuse_body(body, Headers(scope=scope)):
+                    await refusal(scope, receive, responder)
+                    return
+                receive = _replay(body, receive)
+            await _run(self.app, scope, receive, responder)
+            await responder.finish()
+        except Exception:
+            if caller.fault is None:
+                logger.exception("request %s: %s %s", caller.trace, scope["method"], scope["path"])
+            if not await responder.broken_off():
+                raise
+
+    def _refuse_head(self, scope: Scope, headers: Headers, caller: Caller) -> JSONResponse | None:
+        for name in ("x-request-id", "x-session-affinity", "x-session-id"):
+            if len(headers.get(name, "")) > MAX_NAME_CHARS:
+                caller.trace = "-"
+                return _bad_request(name, f"{name} has more than {MAX_NAME_CHARS} characters")
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path.startswith(routes.STORED_RESPONSES):
+            return error_response(404, "responses are not stored: send the conversation with each request", "NotFound")
+        if not routes.for_clients(path):
+            return None if self._is_admin(scope, headers) else self._not_for_clients()
+        if self._tenants and scope.get("method") != "OPTIONS" and path not in routes.OPEN:
+            tenant = self._tenant_of(headers)
+            if tenant is None:
+                return JSONResponse({"error": "Unauthorized"}, 401)
+            caller.tenant = tenant
+        return None
+
+    def _tenant_of(self, headers: Headers) -> str | None:
+        return next((self._tenants[key] for key in _keys(headers) if key in self._tenants), None)
+
+    def _is_admin(self, scope: Scope, headers: Headers) -> bool:
+        if tuple(scope.get("client") or ()) == IN_PROCESS:
+            return True
+        if self._admin is None:
+            return self._access.local
+        return any(hmac.compare_digest(key, self._admin) for key in _keys(headers))
+
+    def _not_for_clients(self) -> JSONResponse:
+        if self._admin is None:
+            return error_response(
+                403, "this is no route for clients; administrators set frontend.admin_key and send it", "Forbidden"
+            )
+        return error_response(401, "this is no route for clients; it needs the admin key", "Unauthorized")
+
+    def _refuse_body(self, body: bytes, headers: Headers) -> JSONResponse | None:
+        if headers.get("content-type", "").partition(";")[0].strip().lower() not in JSON_KINDS:
+            if len(body) > json_body.MAX_BODY_BYTES:
+                return _bad_request(
+                    None, f"the body has {len(body)} bytes; at most {json_body.MAX_BODY_BYTES} are taken"
+                )
+            return None  # vLLM refuses it, or it is a file
+        try:
+            tree = json_body.parse(body)
+        except json_body.BadBody as error:
+            return _bad_request(error.field or None, str(error))
+        name = find_forbidden(tree, self._forbidden)
+        if name is None:
             return None
-        message = f"{field} is set by the service and not accepted from outside; remove it"
-        return error_response(400, message, "BadRequestError", field)
+        return _bad_request(name, f"{name} is set by the service and not accepted from outside; remove it")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _keys(headers: Headers) -> list[bytes]:
+    """Digests of what the caller sends as a key: a bearer token, or Anthropic's `x-api-key`."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    found = [token] if scheme.lower() == "bearer" else []
+    found += [headers["x-api-key"]] if "x-api-key" in headers else []
+    return [_digest(key) for key in found]
+
+
+def _bad_request(field: str | None, message: str) -> JSONResponse:
+    return error_response(400, message, "BadRequestError", field)
+
+
+def _with_trace(scope: Scope, headers: Headers, caller: Caller) -> Scope:
+    """vLLM makes a request's id of this header."""
+    if "x-request-id" in headers:
+        return scope
+    return {**scope, "headers": [*scope["headers"], (b"x-request-id", caller.trace.encode())]}
 
 
 async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,15 +219,16 @@ class _Connection:
 
 
 async def _read(receive: Receive) -> bytes:
-    chunks = []
-    while True:
+    """The whole body; of one that is too large no more than shows that it is."""
+    body = bytearray()
+    while len(body) <= json_body.MAX_BODY_BYTES:
         message = await receive()
         if message["type"] != "http.request":
             break  # disconnected: the server sees it from `receive` again
-        chunks.append(message.get("body", b""))
+        body += message.get("body", b"")
         if not message.get("more_body", False):
             break
-    return b"".join(chunks)
+    return bytes(body)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -165,95 +242,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
-
-
-class ErrorRewriter:
-    """Says a fault in full: its type, Retry-After, and the end of a stream.
-
-    An event stream whose first event is our refusal becomes a plain HTTP error.
-    """
-
-    def __init__(self, send: Send, caller: Caller) -> None:
-        self._send = send
-        self._caller = caller
-        self._held: Message | None = None  # the start of a response whose first event, or whose error, is not seen yet
-        self._error_body: list[bytes] | None = None
-        self._streaming = False
-        self._replaced = False
-        self._first = self._last = b""  # events of the stream
-
-    async def __call__(self, message: Message) -> None:
-        if self._replaced:
-            return
-        if message["type"] == "http.response.start":
-            await self._on_start(message)
-        elif self._error_body is not None:
-            await self._on_error_body(self._error_body, message)
-        elif self._streaming:
-            await self._on_chunk(message)
-        else:
-            await self._send(message)
-
-    async def _on_start(self, message: Message) -> None:
-        headers = MutableHeaders(scope=message)
-        if headers.get("content-type", "").startswith("text/event-stream"):
-            self._held, self._streaming = message, True
-            return
-        if message["status"] >= 400 and (fault := self._caller.fault) is not None:
-            if fault.retry_after_s > 0:
-                headers["retry-after"] = retry_after(fault)
-            if fault.kind:
-                self._held, self._error_body = message, []
-                return
-        await self._send(message)
-
-    async def _on_error_body(self, chunks: list[bytes], message: Message) -> None:
-        chunks.append(message.get("body", b""))
-        if message.get("more_body", False):
-            return
-        fault, start = self._caller.fault, self._held
-        assert fault is not None and start is not None
-        body = api_errors.with_kind(b"".join(chunks), fault)
-        MutableHeaders(scope=start)["content-length"] = str(len(body))
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def _on_chunk(self, message: Message) -> None:
-        fault, chunk = self._caller.fault, message.get("body", b"")
-        if self._held is not None:
-            start, self._held = self._held, None
-            if fault is not None:
-                self._replaced = True
-                await self._send_fault(fault)
-                return
-            await self._send(start)
-            self._first = chunk
-        elif fault is not None and api_errors.is_error_event(chunk):
-            message = {**message, "body": api_errors.error_event(chunk, fault, self._last)}
-        self._last = chunk or self._last
-        self._streaming = message.get("more_body", False)
-        await self._send(message)
-
-    async def broken_off(self) -> bool:
-        """vLLM's server has raised. True: it was our fault that ended a stream, and the client has been told of it."""
-        fault = self._caller.fault
-        if fault is None or not self._streaming or self._replaced:
-            return False
-        if self._held is not None:
-            await self._send_fault(fault)
-        else:
-            body = api_errors.closing_events(fault, self._first, self._last)
-            await self._send({"type": "http.response.body", "body": body})
-        self._replaced = True
-        return True
-
-    async def _send_fault(self, fault: RequestError) -> None:
-        response = error_response(fault.status, fault.message, api_errors.kind_of(fault))
-        if fault.retry_after_s > 0:
-            response.headers["retry-after"] = retry_after(fault)
-        await self._send({"type": "http.response.start", "status": fault.status, "headers": response.raw_headers})
-        await self._send({"type": "http.response.body", "body": response.body})
-
-
-def retry_after(fault: RequestError) -> str:
-    return str(max(1, math.ceil(fault.retry_after_s)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
@@ -22,10 +23,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from actors.engine.config import engine_kwargs
 from actors.messages import Role
+from app.api.error_rewriter import error_response
 from app.api.fault_injection import NoVictim
 from app.api.llm import FerryLLM
-from app.api.middleware import RequestFilter, error_response
+from app.api.middleware import Access, RequestFilter
 from app.request.core_client import FerryCoreClient
+from app.request.many_engines import for_many_engines
 from cluster.spec import ClusterSpec, SpecError
 
 RequestError = Callable[[str, str, int, float], Awaitable[Any]]
@@ -74,6 +77,7 @@ def frontend_config(args: Namespace, max_model_len: int, num_blocks: int) -> Vll
     config: VllmConfig = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     config.model_config.max_model_len = min(config.model_config.max_model_len, max_model_len)
     config.cache_config.num_gpu_blocks = num_blocks
+    for_many_engines(config)
     return config
 
 
@@ -104,7 +108,18 @@ async def build_server(
     if fault is not None:
         _add_faults(routes, fault)
     _put_first(app, routes)
-    return RequestFilter(app, spec.frontend.tenants), app, llm
+    return RequestFilter(app, access(spec)), app, llm
+
+
+def access(spec: ClusterSpec) -> Access:
+    return Access(spec.frontend.tenants, spec.frontend.admin_key, is_loopback(spec.frontend.host))
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _routes(

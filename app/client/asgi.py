@@ -8,9 +8,16 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+IN_PROCESS = ("handle", 0)  # the peer of a request that came over a Serve handle
+
 
 async def call(
-    app: ASGIApp, method: str, path: str, headers: Mapping[str, str], body: bytes | None
+    app: ASGIApp,
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+    peer: tuple[str, int] = IN_PROCESS,
 ) -> AsyncGenerator[Any, None]:
     """Yields `(status, headers)` and then the body's chunks. Closing the generator is the client's disconnect."""
     messages: asyncio.Queue[Message | BaseException | None] = asyncio.Queue(maxsize=64)
@@ -25,7 +32,7 @@ async def call(
 
     async def run() -> None:
         try:
-            await app(_scope(method, path, headers), receive, messages.put)
+            await app(_scope(method, path, headers, peer), receive, messages.put)
         except BaseException as error:
             await messages.put(error)
             raise
@@ -50,7 +57,7 @@ async def call(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _scope(method: str, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
+def _scope(method: str, path: str, headers: Mapping[str, str], peer: tuple[str, int]) -> dict[str, Any]:
     path, _, query = path.partition("?")
     return {
         "type": "http",
@@ -63,7 +70,7 @@ def _scope(method: str, path: str, headers: Mapping[str, str]) -> dict[str, Any]
         "query_string": query.encode(),
         "root_path": "",
         "headers": [(key.lower().encode(), value.encode()) for key, value in headers.items()],
-        "client": ("handle", 0),
+        "client": peer,
         "server": ("handle", 0),
         "state": {},
     }

@@ -16,10 +16,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Caller:
-    """Set by the guard for every HTTP request. `fault` is how the request failed inside, for the response headers."""
+    """Set by the guard for every HTTP request. `fault` is how the request failed inside, for the response headers.
+
+    `trace` is the request's X-Request-Id, the client's or one of ours: the answer has it, and every line of the log.
+    """
 
     tenant: str = ""
     session: str = ""
+    trace: str = ""
     fault: RequestError | None = None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -25,6 +26,7 @@ from app.request import context, eligibility
 from app.request.decode_stream import DecodeStream
 from app.request.driver import RequestDriver
 from app.request.group import SequenceGroup
+from app.request.many_engines import shared_lora
 from app.request.state import Broken, Cancelled, Event, Finished, PrefillLost, RequestError
 from app.rpc.ports import ControllerGone, ControllerPort, DecodePort, PrefillPort
 
@@ -88,6 +90,7 @@ class FerryCoreClient:
         self._free_indices = list(reversed(range(num_engines)))
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._supported_tasks: tuple[Any, ...] | None = None
+        self._lora_numbers: dict[int, int] = {}  # this frontend's own -> the one that engines know
 
     # -- requests
 
@@ -101,6 +104,9 @@ class FerryCoreClient:
         for name in eligibility.INTERNAL_ARGS:
             if params is not None and name in (params.extra_args or {}):
                 raise VLLMValidationError(f"{name} is an internal field and not accepted", parameter=name)
+        if request.lora_request is not None:
+            request = msgspec.structs.replace(request, lora_request=shared_lora(request.lora_request))
+        eligibility.check_encodable(request)
         caller = context.current()
         if caller.tenant:
             request = msgspec.structs.replace(request, cache_salt=context.cache_salt(caller.tenant))
@@ -252,8 +258,12 @@ class FerryCoreClient:
     async def _everywhere(self, method: str, *args: Any) -> list[Any]:
         return await self.decode.utility(method, list(args))
 
+    async def _in_both_pools(self, method: str, *args: Any) -> list[Any]:
+        answers = await asyncio.gather(self.decode.utility(method, [*args]), self.prefill.utility(method, [*args]))
+        return [answer for pool in answers for answer in pool]
+
     async def reset_prefix_cache_async(self, reset_running: bool = False, reset_connector: bool = False) -> bool:
-        return all(await self._everywhere("reset_prefix_cache", reset_running, reset_connector))
+        return all(await self._in_both_pools("reset_prefix_cache", reset_running, reset_connector))
 
     async def reset_mm_cache_async(self) -> None:
         await self._everywhere("reset_mm_cache")
@@ -261,17 +271,19 @@ class FerryCoreClient:
     async def reset_encoder_cache_async(self) -> None:
         await self._everywhere("reset_encoder_cache")
 
-    async def add_lora_async(self, lora_request: Any) -> bool:
-        return all(await self._everywhere("add_lora", lora_request))
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        shared = shared_lora(lora_request)
+        self._lora_numbers[lora_request.lora_int_id] = shared.lora_int_id
+        return all(await self._everywhere("add_lora", shared))
 
     async def remove_lora_async(self, lora_id: int) -> bool:
-        return all(await self._everywhere("remove_lora", lora_id))
+        return all(await self._everywhere("remove_lora", self._lora_numbers.pop(lora_id, lora_id)))
 
     async def list_loras_async(self) -> set[int]:
         return set[int]().union(*await self._everywhere("list_loras"))
 
     async def pin_lora_async(self, lora_id: int) -> bool:
-        return all(await self._everywhere("pin_lora", lora_id))
+        return all(await self._everywhere("pin_lora", self._lora_numbers.get(lora_id, lora_id)))
 
     async def is_sleeping_async(self) -> bool:
         return any(await self._everywhere("is_sleeping"))

@@ -88,8 +88,11 @@ class DecodeStream:
                     self.deliver(frames)
         except asyncio.CancelledError:
             reason = self._reason or "the link was closed"
+        except ReplicaGone as error:
+            reason = str(error)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            logger.warning("output stream of %s: %r", self.replica_id, error)
+            reason = f"its output stream failed with {type(error).__name__}"
         finally:
             self.closed = True
             if not self._open.done():

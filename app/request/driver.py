@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.serial_utils import MsgpackEncoder
 
 from actors.messages import PAGE_INTEGRITY, HandOver, Outcome, ReplicaId, Ticket, Verdict
 from app.api.errors import to_exception
@@ -162,12 +161,12 @@ class RequestDriver:
     # -- the loop
 
     async def _main(self) -> None:
-        end = End(Outcome.FAILED, RequestError(500, "internal error"))
+        end = End(Outcome.FAILED, state.internal_error(self.request_id))
         try:
             end = await self._run_to_end()
-        except Exception as error:
+        except Exception:
             logger.exception("request %s", self.request_id)
-            end = End(Outcome.FAILED, RequestError(500, f"{type(error).__name__}: {error}"))
+            end = End(Outcome.FAILED, state.internal_error(self.request_id))
         except asyncio.CancelledError:
             end = End(Outcome.CANCELLED, RequestError(503, "the frontend is shutting down"))
         finally:
@@ -235,7 +234,7 @@ class RequestDriver:
         try:
             answer = await self.group.admit(self, request, self.client.controller)
         except ControllerGone as error:
-            return Broken(str(error), 503)
+            return self._without_controller(error)
         self.client.hold(self.group)
         self.record.phase("admit", time.monotonic() - started)
         if isinstance(answer, Admitted):
@@ -250,13 +249,17 @@ class RequestDriver:
         try:
             answer = await self.group.lost(self, report, self.client.controller)
         except ControllerGone as error:
-            return Broken(str(error), 503)
+            return self._without_controller(error)
         if isinstance(answer, Admitted):
             self.client.hold(self.group)
             self.record.placed(answer.ticket)
             if report.page_integrity and answer.leader:
                 self.record.run_again()
         return answer
+
+    def _without_controller(self, error: ControllerGone) -> Broken:
+        logger.warning("request %s: %s", self.request_id, error)
+        return Broken("the controller is away; send it again", 503)
 
     def _now(self) -> EngineCoreRequest:
         """The request as it has to be computed from here on."""
@@ -279,15 +282,18 @@ class RequestDriver:
         )
         request = self._now()
         samples = self.group.num_sequences == 1 and eligibility.samples_at_prefill(request, self._state.recovery)
-        frames = encode(eligibility.for_prefill(request, samples))
+        frames = eligibility.encode(eligibility.for_prefill(request, samples))
         try:
             done = await asyncio.wait_for(
                 self.client.prefill.prefill(ticket.prefill, ticket, frames), ticket.deadline_s
             )
         except TimeoutError:
             return PrefillLost(f"no answer within transfer.hand_over_s {ticket.deadline_s:g}")
+        except ReplicaGone as error:
+            return PrefillLost(str(error))
         except Exception as error:
-            return PrefillLost(f"{type(error).__name__}: {error}".splitlines()[0])
+            logger.warning("prefill %s failed request %s: %r", ticket.prefill, self.request_id, error)
+            return PrefillLost(f"it failed with {type(error).__name__}")
         if not self.tokens:
             self.emitted.cached_tokens = done.num_cached_tokens
         self.record.phase("prefill", time.monotonic() - started)
@@ -329,7 +335,7 @@ class RequestDriver:
         self.emitted.new_engine(replays=self._state.recovery is Recovery.REPLAY)
         self._stream = self.client.link(replica)
         self._stream.register(self._engine_id, self)
-        frames = encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
+        frames = eligibility.encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
         if self.tokens and self._submissions > 1:
             self.record.as_continuation()
         call: asyncio.Future[None] | None = None
@@ -346,7 +352,7 @@ class RequestDriver:
             return DecodeLost(replica, str(error) or f"no answer within {CONTROL_S:g} s", len(self.tokens))
         except Exception as error:
             logger.warning("decode %s refused request %s: %r", replica, self.request_id, error)
-            return DecodeLost(replica, f"refused: {error}".splitlines()[0], len(self.tokens))
+            return DecodeLost(replica, f"it refused with {type(error).__name__}", len(self.tokens))
         self.record.phase("submit", time.monotonic() - started)
         return Submitted()
 
@@ -386,7 +392,3 @@ class RequestDriver:
             else:
                 self.admitted.set_result(None)
         self.client.run_ended(self, fault)
-
-
-def encode(request: EngineCoreRequest) -> list[bytes]:
-    return [bytes(frame) for frame in MsgpackEncoder().encode(request)]

@@ -8,16 +8,42 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from app.request.state import Recovery
 
 INTERNAL_ARGS = ("kv_transfer_params", "ec_transfer_params")
 MAX_PREFIX_HASHES = 1024  # pages of a prompt that are hashed for prefix affinity
 GREEDY_BELOW = 1e-5  # vLLM treats smaller temperatures as greedy
+
+
+def check_encodable(request: EngineCoreRequest) -> None:
+    """Raises `VLLMValidationError`, with the field's name, for a request that no message to an engine could hold."""
+    try:
+        encode(request)
+    except (OverflowError, UnicodeEncodeError) as error:
+        where = next((w for w in (request.sampling_params, request.pooling_params) if w is not None), request)
+        field = next((f for f in where.__struct_fields__ if not _encodes(getattr(where, f))), "")
+        message = f"{field or 'the request'} cannot be passed to an engine: {error}"
+        raise VLLMValidationError(message, parameter=field or None) from error
+
+
+def encode(request: EngineCoreRequest) -> list[bytes]:
+    return [bytes(frame) for frame in MsgpackEncoder().encode(request)]
+
+
+def _encodes(value: Any) -> bool:
+    try:
+        MsgpackEncoder().encode(value)
+        return True
+    except (OverflowError, UnicodeEncodeError):
+        return False
 
 
 def disaggregates(request: EngineCoreRequest) -> bool:

@@ -200,6 +200,11 @@ class RequestError:
     kind: str = ""
 
 
+def internal_error(request_id: str) -> RequestError:
+    """What a client is told of an error inside that it can do nothing about: no word of what happened."""
+    return RequestError(500, f"internal error; what happened is in the service's log under request {request_id}")
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     outcome: Outcome

@@ -60,6 +60,10 @@ class PrefillPort(Protocol):
         """Cancelling the call cancels the work. Raises `ReplicaGone` or what the replica raised."""
         ...
 
+    async def utility(self, method: str, args: list[Any]) -> list[Any]:
+        """The method's result on every live replica of the pool."""
+        ...
+
 
 class DecodePort(Protocol):
     async def submit(

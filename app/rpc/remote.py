@@ -163,6 +163,12 @@ class RemoteController:
         return answer
 
 
+def _gone(replica_id: ReplicaId, error: RayActorError) -> ReplicaGone:
+    """In words that a client may read: Ray's own have addresses and process ids."""
+    logger.warning("replica %s: %s", replica_id, error)
+    return ReplicaGone(replica_id, "its process has died or cannot be reached")
+
+
 class _Pool:
     """Calls to one named replica of a deployment. Handles are cached: making one costs more than calling it."""
 
@@ -191,7 +197,7 @@ class _Pool:
             response.cancel()
             raise
         except RayActorError as error:
-            raise ReplicaGone(replica_id, str(error).splitlines()[0]) from error
+            raise _gone(replica_id, error) from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             raise cause from None
@@ -246,7 +252,7 @@ class RemoteDecode(_Pool):
             async for frames in response:
                 yield frames
         except RayActorError as error:
-            raise ReplicaGone(replica_id, str(error).splitlines()[0]) from error
+            raise _gone(replica_id, error) from error
         finally:
             response.cancel()
 

@@ -19,6 +19,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import FinishReason
 
 from actors.messages import FrontendCommand, Outcome, Overloaded, Role, Verdict
+from app.api.errors import RequestErrorResponse
 from app.request.core_client import GROUP, LEAVING, FerryCoreClient
 from app.request.group import SequenceGroup
 from app.request.state import RequestError
@@ -249,7 +250,7 @@ async def test_a_lost_prefill_is_prefilled_elsewhere() -> None:
     d1 = far.decodes["d1"]
     await until(lambda: "r" in d1.submitted)
     assert far.prefill_calls == [("p1", 1), ("p2", 2)]
-    assert far.losses == [(Role.PREFILL, "p1", "RuntimeError: no staging room", 0)]
+    assert far.losses == [(Role.PREFILL, "p1", "it failed with RuntimeError", 0)]
     hand_over = d1.hand_overs["r"]
     assert hand_over is not None and hand_over.attempt == 2
     d1.emit("r", 5, finish=STOP)
@@ -624,3 +625,61 @@ async def test_a_token_that_comes_after_the_order_to_move_is_dropped() -> None:
         got += [token for output in client._outputs.get_nowait().outputs for token in output.new_token_ids]
     client.shutdown()
     assert got == [60, 61]
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"top_k": 10**26, "temperature": 1.0}, "top_k"),
+        ({"stop": ["\udfff"]}, "stop"),
+        ({"extra_args": {"a": "\ud800"}}, "extra_args"),
+    ],
+)
+async def test_what_no_message_to_an_engine_can_hold_is_400_before_there_is_a_ticket(
+    params: dict[str, Any], field: str
+) -> None:
+    far = FakeCluster()
+    client = far.client()
+    with pytest.raises(VLLMValidationError, match=field) as caught:
+        await client.add_request_async(request(**params))
+    assert caught.value.parameter == field
+    assert not far.admits and not client.runs
+    client.shutdown()
+
+
+SECRET = "/opt/service.py pid=77 ip=10.0.0.7"
+
+
+@pytest.mark.parametrize("where", ["prefill", "submit", "stream", "admit"])
+async def test_no_word_of_an_error_inside_reaches_the_client(where: str) -> None:
+    far = FakeCluster()
+    error = RuntimeError(SECRET)
+    far.lost_answers = [Overloaded(reason="nothing is left", retry_after_s=1.0)] * 9
+    client = far.client()
+    faults: list[RequestError] = []
+    client.on_fault = lambda request_id, fault: faults.append(fault)
+    if where == "prefill":
+        far.prefill_fails["p1"] = error
+
+    async def fails(*args: Any) -> Any:
+        raise error
+
+    async def stream(replica_id: str) -> Any:
+        yield []
+        raise error
+
+    if where == "submit":
+        far.submit = fails  # type: ignore[method-assign]
+    elif where == "stream":
+        far.outputs = stream  # type: ignore[method-assign]
+    elif where == "admit":
+        far.admit = fails  # type: ignore[method-assign]
+    try:
+        await client.add_request_async(request())
+    except RequestErrorResponse as refused:
+        faults.append(refused.fault)
+    await until(lambda: faults)
+    assert faults[0].status in (500, 503)
+    told = [fault.message for fault in faults] + [loss[2] for loss in far.losses]
+    assert not any(word in text for text in told for word in ("/opt", "pid", "10.0.0.7"))
+    client.shutdown()

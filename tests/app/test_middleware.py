@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from app.api.middleware import RequestFilter
+from app.api.middleware import Access, RequestFilter
 from app.client import asgi
 from app.request import context
 from app.request.state import RequestError
@@ -53,23 +53,64 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse({})
 
 
+SECRET = 'File "/opt/service/app/run.py", line 1, pid=77, ip=10.0.0.7'
+
+
+async def broken(request: Request) -> JSONResponse:
+    raise RuntimeError(SECRET)
+
+
+async def answered_500(request: Request) -> JSONResponse:
+    return JSONResponse({"error": {"message": SECRET, "code": 500}}, 500)
+
+
+async def broken_stream(request: Request) -> StreamingResponse:
+    how = request.query_params["how"]
+
+    async def events() -> Any:
+        if how != "at once":
+            yield 'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": null}]}\n\n'
+        if how == "event":
+            yield f"data: {json.dumps({'error': {'message': SECRET, 'code': 500}})}\n\n"
+            return
+        raise RuntimeError(SECRET)
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+async def status(request: Request) -> JSONResponse:
+    return JSONResponse({"pools": {}})
+
+
 APP = Starlette(
     routes=[
-        Route("/v1/echo", echo, methods=["POST"]),
-        Route("/v1/busy", busy, methods=["POST"]),
-        Route("/v1/late", late_busy, methods=["POST"]),
-        Route("/v1/stream", stream, methods=["POST"]),
+        Route("/v1/completions", echo, methods=["POST"]),
+        Route("/v1/chat/completions", busy, methods=["POST"]),
+        Route("/v1/messages", late_busy, methods=["POST"]),
+        Route("/v1/systemone", stream, methods=["POST"]),
         Route("/health", health),
+        Route("/status", status),
+        Route("/reset_prefix_cache", status, methods=["POST"]),
+        Route("/classify", broken, methods=["POST"]),
+        Route("/score", answered_500, methods=["POST"]),
+        Route("/rerank", broken_stream, methods=["POST"]),
     ]
 )
 
 
 async def call(
-    path: str, body: Any = None, *, tenants: dict[str, str] | None = None, method: str = "POST", **headers: str
+    path: str,
+    body: Any = None,
+    *,
+    tenants: dict[str, str] | None = None,
+    access: Access | None = None,
+    method: str = "POST",
+    **headers: str,
 ) -> tuple[int, dict[str, str], bytes]:
     raw = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
-    names = {name.replace("_", "-"): value for name, value in headers.items()}
-    reply, *chunks = [item async for item in asgi.call(RequestFilter(APP, tenants or {}), method, path, names, raw)]
+    names = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    guard = RequestFilter(APP, access or Access(tenants or {}))
+    reply, *chunks = [item async for item in asgi.call(guard, method, path, names, raw, peer=("10.0.0.9", 5000))]
     return reply[0], reply[1], b"".join(chunks)
 
 
@@ -88,7 +129,7 @@ async def call(
     ],
 )
 async def test_internal_fields_are_400_and_named(body: Any, field: str) -> None:
-    status, _, raw = await call("/v1/echo", body)
+    status, _, raw = await call("/v1/completions", body)
     error = json.loads(raw)["error"]
     assert (status, error["param"], error["code"]) == (400, field, 400)
     assert field in error["message"]
@@ -104,18 +145,18 @@ async def test_internal_fields_are_400_and_named(body: Any, field: str) -> None:
     ],
 )
 async def test_the_same_words_elsewhere_are_nobodys_business(body: Any) -> None:
-    status, _, raw = await call("/v1/echo", body)
+    status, _, raw = await call("/v1/completions", body)
     assert status == 200 and json.loads(raw)["body"] == body
 
 
 async def test_tenants_are_told_by_their_key() -> None:
     tenants = {"sk-one": "red", "sk-two": "blue"}
-    status, _, raw = await call("/v1/echo", {}, tenants=tenants, authorization="Bearer sk-two")
+    status, _, raw = await call("/v1/completions", {}, tenants=tenants, authorization="Bearer sk-two")
     assert status == 200 and json.loads(raw)["tenant"] == "blue"
     for headers in ({}, {"authorization": "Bearer sk-three"}, {"authorization": "Basic sk-one"}):
-        assert (await call("/v1/echo", {}, tenants=tenants, **headers))[0] == 401
+        assert (await call("/v1/completions", {}, tenants=tenants, **headers))[0] == 401
     assert (await call("/health", tenants=tenants, method="GET"))[0] == 200
-    status, _, raw = await call("/v1/echo", {"cache_salt": "x"}, tenants=tenants, authorization="Bearer sk-one")
+    status, _, raw = await call("/v1/completions", {"cache_salt": "x"}, tenants=tenants, authorization="Bearer sk-one")
     assert status == 400 and json.loads(raw)["error"]["param"] == "cache_salt"
 
 
@@ -124,13 +165,13 @@ def test_salts_separate_tenants() -> None:
 
 
 async def test_a_session_is_named_by_a_header() -> None:
-    _, _, raw = await call("/v1/echo", {}, x_session_affinity="s-1")
+    _, _, raw = await call("/v1/completions", {}, x_session_affinity="s-1")
     assert json.loads(raw)["session"] == "s-1"
-    _, _, raw = await call("/v1/echo", {}, x_session_id="s-2")
+    _, _, raw = await call("/v1/completions", {}, x_session_id="s-2")
     assert json.loads(raw)["session"] == "s-2"
 
 
-@pytest.mark.parametrize("path", ["/v1/busy", "/v1/late"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_no_room_is_429_with_retry_after_also_for_streams(path: str) -> None:
     status, headers, raw = await call(path)
     assert (status, headers["retry-after"]) == (429, "2")
@@ -138,11 +179,67 @@ async def test_no_room_is_429_with_retry_after_also_for_streams(path: str) -> No
 
 
 async def test_a_stream_that_fails_later_stays_a_stream() -> None:
-    status, headers, raw = await call("/v1/stream")
+    status, headers, raw = await call("/v1/systemone")
     assert status == 200 and headers["content-type"].startswith("text/event-stream")
     assert raw.startswith(b"data: 1\n\n") and b"decode died" in raw
 
 
+async def test_anthropics_header_names_the_tenant_too() -> None:
+    tenants = {"sk-one": "red"}
+    status, _, raw = await call("/v1/completions", {}, tenants=tenants, x_api_key="sk-one")
+    assert status == 200 and json.loads(raw)["tenant"] == "red"
+    assert (await call("/v1/completions", {}, tenants=tenants, x_api_key="sk-two"))[0] == 401
+
+
+@pytest.mark.parametrize(("path", "method"), [("/status", "GET"), ("/reset_prefix_cache", "POST"), ("/new", "GET")])
+async def test_what_is_not_for_clients_needs_the_admin_key(path: str, method: str) -> None:
+    """All but a list: a route that a new vLLM brings is closed until somebody has looked at it."""
+    keyed = Access({"sk-one": "red"}, admin_key="sk-admin", local=True)
+    there = 404 if path == "/new" else 200
+    for headers in ({}, {"authorization": "Bearer sk-one"}, {"x_api_key": "admin"}):
+        code, _, raw = await call(path, access=keyed, method=method, **headers)
+        assert code == 401 and "admin key" in json.loads(raw)["error"]["message"]
+    assert (await call(path, access=keyed, method=method, authorization="Bearer sk-admin"))[0] == there
+    code, _, raw = await call(path, access=Access(local=False), method=method)
+    assert code == 403 and "frontend.admin_key" in json.loads(raw)["error"]["message"]
+    assert (await call(path, access=Access(local=True), method=method))[0] == there
+
+
+async def test_a_caller_with_a_serve_handle_is_inside() -> None:
+    guard = RequestFilter(APP, Access(admin_key="sk-admin", local=False))
+    reply, *_ = [item async for item in asgi.call(guard, "GET", "/status", {}, None)]
+    assert reply[0] == 200
+
+
+async def test_stored_responses_are_nobodys() -> None:
+    for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/cancel"):
+        code, _, raw = await call(path, method="GET")
+        assert code == 404 and "not stored" in json.loads(raw)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/classify", "/score", "/rerank?how=at+once", "/rerank?how=later", "/rerank?how=event"]
+)
+async def test_an_unexpected_error_says_nothing_but_the_requests_id(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, headers, raw = await call(path, x_request_id="mine-1")
+    text = raw.decode()
+    assert headers["x-request-id"] == "mine-1" and "mine-1" in text and "internal error" in text
+    assert code == (200 if "later" in path or "event" in path else 500)
+    assert not any(word in text for word in ("/opt", "pid", "10.0.0.7", "Traceback", "RuntimeError", "File"))
+    (line,) = [r.getMessage() + (r.exc_text or "") for r in caplog.records if r.name == "pageferry.frontend"]
+    assert "mine-1" in line and "10.0.0.7" in line, "the log has it all"
+
+
+async def test_bodies_that_no_engine_could_take_are_400_and_the_field_is_named() -> None:
+    code, headers, raw = await call("/v1/completions", rb'{"stop": ["\udfff"]}')
+    error = json.loads(raw)["error"]
+    assert (code, error["param"], error["type"]) == (400, "stop.0", "BadRequestError")
+    assert headers["x-request-id"]
+    assert (await call("/v1/completions", {}, x_request_id="x" * 300))[0] == 400
+
+
 async def test_a_caller_is_of_one_request() -> None:
-    await call("/v1/echo", {}, x_session_id="s-2")
+    await call("/v1/completions", {}, x_session_id="s-2")
     assert context.CALLER.get() is None
