@@ -22,6 +22,7 @@ ORDER = {"pure": 0, "sim": 1, "gpu": 2, "engine": 3, "service": 4}
 # Warnings of other projects, each with its reason; every other one is an error in pure and sim tests.
 ALLOWED_WARNINGS = (
     "ignore:`torch.jit.script:DeprecationWarning",  # torch warns of itself when it is imported
+    "ignore:max_tokens is deprecated:DeprecationWarning",  # vLLM reads its own chat request's field
 )
 
 

@@ -370,7 +370,7 @@ async def test_forms_that_are_not_offered_say_so(server: Server) -> None:
         await server.llm.pause_generation()
 
 
-def test_a_fault_keeps_its_time_to_come_back() -> None:
+async def test_retry_after_survives() -> None:
     from app.api.errors import to_exception
     from app.request.state import RequestError
 
