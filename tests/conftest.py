@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _folder(item) == "kernels":
             item.add_marker("compiles")
         if kind in ("pure", "sim"):
-            for rule in reversed(("error", *ALLOWED_WARNINGS)):
+            for rule in ("error", *ALLOWED_WARNINGS):
                 item.add_marker(pytest.mark.filterwarnings(rule))
     # Cheap tests first: a broken unit shows before an engine has started.
     items.sort(key=lambda item: ORDER[_kind(item)])
