@@ -193,6 +193,12 @@ class AdmissionSpec(_Section):
     fence_after_s: float = Field(
         default=15.0, ge=2, description="a replica silent for this long is fenced and replaced"
     )
+    hung_after_s: float = Field(
+        default=300.0,
+        ge=5,
+        description="an engine that runs requests and ends no step for this long has hung and is replaced; sooner, "
+        "from a fifth of this on, where that is 20 times its longest step",
+    )
 
 
 class ScalingSpec(_Section):

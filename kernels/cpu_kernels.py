@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 
@@ -204,34 +202,29 @@ def open_mapped(  # type: ignore[no-untyped-def]
                         words_out[dst_at[there, i]] = words_in[wire_at[token, i]]
 
 
-def _tag_checker(table_type: Any, signature: str) -> Any:
-    @jit(signature)
-    def check(tags, limit, table, table_stride, columns, expected, expected_stride, lengths, bad, first):  # type: ignore[no-untyped-def]
-        """Strides in elements. Returns the first row whose length does not fit, or -1."""
-        for row in range(lengths.size):
-            n = lengths[row]
-            if n < 0 or n > columns:
-                return row
-            pages = numba.carray(pointer(table + np.uint64(row * table_stride)), (n,), table_type)
-            wanted = numba.carray(pointer(expected + np.uint64(row * expected_stride)), (n,), np.int64)
-            wrong = np.int64(0)
-            for i in range(n):  # no early end: this loop is vector code
-                page = np.int64(pages[i])
-                inside = np.uint64(page) < limit
-                wrong |= (tags[page if inside else 0] ^ wanted[i]) | (0 if inside else 1)
-            bad[row] = wrong != 0
-            first[row] = -1
-            if wrong != 0:
-                for i in range(n):
-                    page = np.int64(pages[i])
-                    if np.uint64(page) >= limit or tags[page] != wanted[i]:
-                        first[row] = i
-                        break
-        return -1
-
-    return check
-
-
-_CHECK = "int64(int64[::1],uint64,uint64,int64,int64,uint64,int64,int64[::1],boolean[::1],int32[::1])"
-check_tags_32 = _tag_checker(np.int32, _CHECK)
-check_tags_64 = _tag_checker(np.int64, _CHECK)
+@jit("void(int64[::1],int32[:,::1],int32[::1],int64,int64[:,::1],int32[::1],int32[::1],int64[::1],int32[:,::1])")
+def check_tags(  # type: ignore[no-untyped-def]
+    tags, table, seq_lens, page_tokens, expected, slots, query_start, slot_mapping, answer
+):
+    columns = min(table.shape[1], expected.shape[1])
+    limit = np.uint64(tags.size)
+    for row in range(seq_lens.size):
+        n = min(columns, (np.int64(seq_lens[row]) + page_tokens - 1) // page_tokens)
+        slot = np.int64(slots[row])
+        known = 0 <= slot < expected.shape[0]
+        wrong = np.int64(0 if known or n <= 0 else 1)
+        pages, wanted = table[row], expected[slot if known else 0]
+        for i in range(n):  # no early end: this loop is vector code
+            page = np.uint64(np.int64(pages[i]))
+            inside = page < limit
+            wrong |= (tags[page if inside else np.uint64(0)] ^ wanted[i]) | (0 if inside else 1)
+        answer[0, row] = answer[1, row] = -1
+        if wrong == 0:
+            continue
+        for i in range(n):
+            page = np.uint64(np.int64(pages[i]))
+            if not known or page >= limit or tags[page] != wanted[i]:
+                answer[0, row], answer[1, row] = i, pages[i]
+                break
+        table[row, :] = 0
+        slot_mapping[query_start[row] : query_start[row + 1]] = -1

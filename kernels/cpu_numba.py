@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import cpu_kernels, reference
 from kernels.cpu_kernels import (
     NEAREST,
     NEAREST_SHIFT,
     SHIFT,
     TRUNCATE,
-    check_tags_32,
-    check_tags_64,
     digest_pages,
     open_mapped,
     open_straight,
@@ -37,7 +35,6 @@ STREAM_MIN_BYTES = 16 << 20
 """Calls that write at least this much write past the cache; less is better found there by whoever reads it next."""
 
 _KEYS = expanded_keys()
-_NO_TAG = np.zeros(1, dtype=np.int64)
 
 
 class _Codec(NamedTuple):
@@ -128,27 +125,20 @@ def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor:
     return digests
 
 
-def check_tags(page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    rows = block_table.shape[0]
-    bad, first = torch.empty(rows, dtype=torch.bool), torch.empty(rows, dtype=torch.int32)
-    tags = page_tags.numpy() if page_tags.shape[0] else _NO_TAG
-    lengths = num_pages.to(torch.int64).numpy()
-    check = check_tags_32 if block_table.dtype is torch.int32 else check_tags_64
-    row = check(
-        tags,
-        np.uint64(page_tags.shape[0]),
-        np.uint64(block_table.data_ptr()),
-        block_table.stride(0) * block_table.element_size(),
-        block_table.shape[1],
-        np.uint64(expected.data_ptr()),
-        expected.stride(0) * 8,
-        lengths,
-        bad.numpy(),
-        first.numpy(),
-    )
-    if row >= 0:
-        raise ValueError(f"num_pages[{row}] is {int(lengths[row])}, must be within 0..{block_table.shape[1]}")
-    return bad, first
+def check_tags(
+    page_tags: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    page_tokens: int,
+    expected: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    slot_mapping: Tensor,
+    answer: Tensor,
+) -> None:
+    tensors = (page_tags, table, seq_lens, expected, slots, query_start, slot_mapping, answer)
+    tags, pages, lengths, wanted, places, starts, mapping, out = (tensor.numpy() for tensor in tensors)
+    cpu_kernels.check_tags(tags, pages, lengths, page_tokens, wanted, places, starts, mapping, out)
 
 
 def _unsigned(values: Tensor) -> np.ndarray:

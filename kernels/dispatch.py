@@ -3,7 +3,7 @@
     seal_pages     cache pages -> wire pages and their digests
     open_pages     wire pages -> cache pages, those with the right digest only
     page_digests   the digests of wire pages
-    check_tags     page_tags[block_table] against what the requests expect
+    check_tags     page_tags[block table] against what the requests expect; stops the rows that are wrong
     pack_int4      weights -> compressed-tensors INT4 (see `kernels.int4`)
     unpack_int4    and back
 
@@ -77,8 +77,17 @@ class PageBackend(Protocol):
     def page_digests(self, wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor: ...
 
     def check_tags(
-        self, page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expected: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
+        self,
+        page_tags: Tensor,
+        table: Tensor,
+        seq_lens: Tensor,
+        page_tokens: int,
+        expected: Tensor,
+        slots: Tensor,
+        query_start: Tensor,
+        slot_mapping: Tensor,
+        answer: Tensor,
+    ) -> None: ...
 
 
 class WeightBackend(Protocol):
@@ -224,36 +233,47 @@ def page_digests(wire_pages: Tensor, wire: PageLayout, binding: SealBinding, fir
     return _load(backend_name(wire_pages.device)).page_digests(wire_pages, wire, seeds)
 
 
-def check_tags(page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare `page_tags[block_table[r, c]]` with `expected[r, c]` for c < num_pages[r].
+def check_tags(
+    page_tags: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    page_tokens: int,
+    expected: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    slot_mapping: Tensor,
+    answer: Tensor,
+) -> None:
+    """Compare `page_tags[table[r, c]]` with `expected[slots[r], c]` for the pages c that row r uses, and stop bad rows.
 
-    page_tags: int64 [P]; block_table: int32 or int64 [R, C], columns contiguous; num_pages: int32 or int64 [R],
-    0 <= num_pages <= C; expected: int64 [R, >= C].
-    Padding (c >= num_pages[r]) is not read as an index and not compared. A page id outside [0, P) is a mismatch, not an
-    error; a length outside 0..C is a ValueError on the CPU, and is cut to C on CUDA. Returns (bad: bool [R],
-    first_bad_column: int32 [R], -1 where the row is good) on the tensors' device; on CUDA nothing synchronises.
+    page_tags: int64 [P], P >= 1; table: int32 [R, C]; seq_lens: int32 [R], tokens, of which row r uses
+    ceil(seq_lens[r] / page_tokens) pages (at most the columns that table and expected both have); expected: int64
+    [S, E]; slots: int32 [R], row r's row of `expected` (outside 0..S-1: nothing is expected, so nothing is right);
+    query_start: int32 [R + 1], row r's tokens in `slot_mapping`, int64 [T]; answer: int32 [2, R].
+
+    A page id outside [0, P) is wrong. Writes answer[0, r], the first wrong column or -1, and answer[1, r], the page
+    that the table named there or -1. A bad row's table becomes 0 and its slots -1: it reads the null page and writes
+    nothing. All contiguous, on one device; on CUDA one kernel, nothing synchronises. Raises ValueError.
     """
-    if page_tags.dtype is not torch.int64 or page_tags.dim() != 1 or not page_tags.is_contiguous():
-        raise ValueError(f"page_tags must be int64 [P], contiguous, is {arguments.shown(page_tags)}")
-    if block_table.dtype not in (torch.int32, torch.int64) or block_table.dim() != 2:
-        raise ValueError(f"block_table must be int32 or int64 [R, C], is {arguments.shown(block_table)}")
-    rows, columns = block_table.shape
-    if expected.dtype is not torch.int64 or expected.dim() != 2 or expected.shape[0] != rows:
-        raise ValueError(f"expected must be int64 [{rows}, >= {columns}], is {arguments.shown(expected)}")
-    if expected.shape[1] < columns:
-        raise ValueError(f"expected must have at least {columns} columns, has {expected.shape[1]}")
-    if num_pages.dtype not in (torch.int32, torch.int64) or num_pages.shape != (rows,):
-        raise ValueError(f"num_pages must be int32 or int64 [{rows}], is {arguments.shown(num_pages)}")
-    if columns and (block_table.stride(1) != 1 or expected.stride(1) != 1):
-        raise ValueError("block_table and expected must have contiguous rows")
-    devices = {t.device for t in (page_tags, block_table, num_pages, expected)}
-    if len(devices) != 1:
-        raise ValueError(f"tensors are on {sorted(map(str, devices))}, must be on one device")
-    if rows == 0:
-        empty = torch.empty(0, dtype=torch.int32, device=block_table.device)
-        return empty.to(torch.bool), empty
-    backend = _load(backend_name(block_table.device))
-    return backend.check_tags(page_tags, block_table, num_pages, expected[:, :columns])
+    rows = table.shape[0]
+    for name, tensor, dtype, shape in (
+        ("page_tags", page_tags, torch.int64, (page_tags.shape[0],)),
+        ("table", table, torch.int32, (rows, table.shape[-1])),
+        ("seq_lens", seq_lens, torch.int32, (rows,)),
+        ("expected", expected, torch.int64, (expected.shape[0], expected.shape[-1])),
+        ("slots", slots, torch.int32, (rows,)),
+        ("query_start", query_start, torch.int32, (rows + 1,)),
+        ("slot_mapping", slot_mapping, torch.int64, (slot_mapping.shape[0],)),
+        ("answer", answer, torch.int32, (2, rows)),
+    ):
+        if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or not len(page_tags):
+            wanted = f"{str(dtype).removeprefix('torch.')} {list(shape)}, contiguous"
+            raise ValueError(f"{name} must be {wanted}, is {arguments.shown(tensor)}")
+    if rows and table.shape[1] and expected.shape[1]:
+        backend = _load(backend_name(table.device))
+        backend.check_tags(page_tags, table, seq_lens, page_tokens, expected, slots, query_start, slot_mapping, answer)
+    else:
+        answer.fill_(-1)
 
 
 def pack_int4(

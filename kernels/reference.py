@@ -171,21 +171,34 @@ def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor:
     return out
 
 
-def check_tags(page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """(bad bool [R], first_bad int32 [R]); a page id outside page_tags is a mismatch."""
-    if block_table.device.type == "cpu":
-        for row, length in enumerate(num_pages.tolist()):
-            if not 0 <= length <= block_table.shape[1]:
-                raise ValueError(f"num_pages[{row}] is {length}, must be within 0..{block_table.shape[1]}")
-    columns = torch.arange(block_table.shape[1], device=block_table.device)
-    valid = columns[None, :] < num_pages[:, None]
-    inside = (block_table >= 0) & (block_table < page_tags.shape[0])
-    safe = torch.where(valid & inside, block_table, 0).to(torch.int64)
-    found = page_tags[safe] if page_tags.shape[0] else torch.zeros_like(safe)
-    wrong = valid & (~inside | (found != expected))
+def check_tags(
+    page_tags: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    page_tokens: int,
+    expected: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    slot_mapping: Tensor,
+    answer: Tensor,
+) -> None:
+    columns = min(table.shape[1], expected.shape[1])
+    column = torch.arange(columns, device=table.device)
+    num_pages = (seq_lens.to(torch.int64) + (page_tokens - 1)) // page_tokens
+    used = column < num_pages[:, None]
+    pages = table[:, :columns]
+    inside = (pages >= 0) & (pages < page_tags.shape[0])
+    known = (slots >= 0) & (slots < expected.shape[0])
+    wanted = expected[torch.where(known, slots, 0).to(torch.int64), :columns]
+    found = page_tags[torch.where(inside, pages, 0).to(torch.int64)]
+    wrong = used & (~known[:, None] | ~inside | (found != wanted))
     bad = wrong.any(dim=1)
-    first = torch.where(wrong, columns[None, :], block_table.shape[1]).amin(dim=1) if wrong.shape[1] else bad.long()
-    return bad, torch.where(bad, first, -1).to(torch.int32)
+    first = torch.where(wrong, column, columns - 1).amin(dim=1)
+    page = pages.gather(1, first[:, None])[:, 0]
+    answer[0], answer[1] = torch.where(bad, first, -1), torch.where(bad, page, -1)
+    table.masked_fill_(bad[:, None], 0)
+    for row in bad.nonzero().flatten().tolist():
+        slot_mapping[int(query_start[row]) : int(query_start[row + 1])] = -1
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -123,15 +123,23 @@ def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor:
     return sums
 
 
-def check_tags(page_tags: Tensor, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = block_table.shape
-    bad = torch.empty(rows, dtype=torch.int8, device=block_table.device)
-    first = torch.empty(rows, dtype=torch.int32, device=block_table.device)
+def check_tags(
+    page_tags: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    page_tokens: int,
+    expected: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    slot_mapping: Tensor,
+    answer: Tensor,
+) -> None:
+    rows, width = table.shape
     pages.check_tags[(rows,)](
-        page_tags, block_table, num_pages, expected, bad, first, page_tags.shape[0], columns, block_table.stride(0),
-        expected.stride(0), TAG_COLUMNS, num_warps=8,
+        page_tags, table, seq_lens, expected, slots, query_start, slot_mapping, answer[0], answer[1], page_tokens,
+        page_tags.shape[0], min(width, expected.shape[1]), width, table.stride(0), expected.stride(0),
+        expected.shape[0], TAG_COLUMNS, num_warps=8,
     )  # fmt: skip
-    return bad.view(torch.bool), first
 
 
 def pack_int4(

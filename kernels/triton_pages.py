@@ -23,6 +23,13 @@ _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_A = tl.constexpr(MIX_A)
 _MIX_B = tl.constexpr(MIX_B)
 
+# Triton compiles a kernel again for a number that is 1 or a multiple of 16. These change from call to call, and nothing
+# is gained by it.
+_COUNTS = ("head_start", "num_ids", "num_blocks")
+_TAG_NUMBERS = (
+    "page_tokens", "limit", "columns", "table_columns", "table_stride", "expected_stride", "num_slots"
+)  # fmt: skip
+
 
 @triton.jit
 def mix(x):
@@ -102,7 +109,7 @@ def assemble(parts, PER: tl.constexpr):
     return low.to(tl.uint32), high.to(tl.uint32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def seal(
     caches, ids, out, sums, k_scales, v_scales, seeds, keys,
     stride_block, stride_head, stride_token, head_start, num_ids, num_blocks, out_stride, num_layers,
@@ -187,7 +194,7 @@ def ids_fit(ids, page, num_ids, num_blocks, CACHE_TOKENS: tl.constexpr, WIRE_TOK
     return tl.sum(tl.where((block < 0) | (block >= num_blocks), 1, 0), axis=0) == 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS[1:])
 def finish_seal(
     sums, seeds, ids, num_ids, num_blocks, CACHE_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, SPAN: tl.constexpr
 ):
@@ -209,7 +216,7 @@ def finish_digest(sums, seeds):
     tl.store(sums + page, value.to(tl.int64, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS[1:])
 def judge(
     sums, seeds, digests, good, ids, num_ids, num_blocks,
     CACHE_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, SPAN: tl.constexpr,
@@ -222,7 +229,7 @@ def judge(
     tl.store(good + page, ((value == tl.load(digests + page)) & fits).to(tl.int8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS[:2])
 def scatter(
     pages, good, caches, ids, stride, stride_block, stride_head, stride_token, head_start, num_ids, num_layers,
     CACHE_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, ROW: tl.constexpr, LATENT: tl.constexpr,
@@ -255,7 +262,7 @@ def scatter(
     tl.store(base + block * stride_block + head * stride_head + at * stride_token + column, x, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS[1:])
 def seal_ds_mla(
     caches, ids, out, stride_block, stride_token, num_ids, num_blocks, out_stride,
     SRC_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, NATIVE: tl.constexpr,
@@ -294,25 +301,42 @@ def seal_ds_mla(
     tl.store((target + 528).to(tl.pointer_type(tl.uint16), bitcast=True) + rope, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_TAG_NUMBERS)
 def check_tags(
-    tags, table, num_pages, expected, bad, first, limit, columns, table_stride, expected_stride, BLOCK: tl.constexpr
-):
+    tags, table, seq_lens, expected, slots, query_start, slot_mapping, firsts, founds, page_tokens, limit, columns,
+    table_columns, table_stride, expected_stride, num_slots, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (rows). One program a row: no atomics, no second launch, no synchronisation."""
     row = tl.program_id(0).to(tl.int64)
-    n = tl.minimum(tl.load(num_pages + row).to(tl.int64), columns)
+    n = (tl.load(seq_lens + row).to(tl.int64) + page_tokens - 1) // page_tokens
+    n = tl.minimum(n, columns)
+    slot = tl.load(slots + row).to(tl.int64)
+    known = (slot >= 0) & (slot < num_slots)
+    claim = expected + tl.where(known, slot, 0) * expected_stride
+    mine = table + row * table_stride
     lane = tl.arange(0, BLOCK)
     worst = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
     for start in range(0, n, BLOCK):
         column = start + lane
         ok = column < n
-        page = tl.load(table + row * table_stride + column, mask=ok, other=0).to(tl.int64)
+        page = tl.load(mine + column, mask=ok, other=0).to(tl.int64)
         inside = (page >= 0) & (page < limit)
         found = tl.load(tags + page, mask=ok & inside, other=0)
-        wanted = tl.load(expected + row * expected_stride + column, mask=ok, other=0)
-        wrong = ok & ((found != wanted) | (inside == 0))
+        wanted = tl.load(claim + column, mask=ok, other=0)
+        wrong = ok & ((found != wanted) | (inside == 0) | (known == 0))
         worst = tl.minimum(worst, tl.where(wrong, column.to(tl.int32), 0x7FFFFFFF))
     least = tl.min(worst, axis=0)
     is_bad = least != 0x7FFFFFFF
-    tl.store(bad + row, is_bad.to(tl.int8))
-    tl.store(first + row, tl.where(is_bad, least, -1))
+    # Scalar conditions act through a limit: the interpreter cannot broadcast a scalar mask.
+    at = tl.where(is_bad, least, 0)
+    there = tl.load(mine + at)
+    tl.store(firsts + row, tl.where(is_bad, least, -1))
+    tl.store(founds + row, tl.where(is_bad, there, -1))
+    for start in range(0, tl.where(is_bad, table_columns, 0), BLOCK):
+        column = start + lane
+        tl.store(mine + column, tl.zeros((BLOCK,), tl.int32), mask=column < table_columns)
+    begin = tl.load(query_start + row).to(tl.int64)
+    end = tl.where(is_bad, tl.load(query_start + row + 1).to(tl.int64), begin)
+    for start in range(begin, end, BLOCK):
+        token = start + lane
+        tl.store(slot_mapping + token, tl.full((BLOCK,), -1, tl.int64), mask=token < end)

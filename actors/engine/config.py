@@ -64,8 +64,10 @@ def set_environment(spec: ClusterSpec, role: Role) -> None:
     os.environ.update(defaults | pool.env)
 
 
-def engine_kwargs(spec: ClusterSpec, role: Role, replica_id: str, socket_path: str) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs for a replica of this pool."""
+def engine_kwargs(
+    spec: ClusterSpec, role: Role, replica_id: str, socket_path: str, life_path: str = ""
+) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs for a replica of this pool. `life_path`: see `actors.engine.watch`."""
     pool, model = pool_of(spec, role), spec.model
     if pool.gpus_per_replica > 1:
         backend = "ray"
@@ -98,7 +100,9 @@ def engine_kwargs(spec: ClusterSpec, role: Role, replica_id: str, socket_path: s
                 "replica_id": replica_id,
                 "role": str(role),
                 "socket": socket_path,
+                "life": life_path,
                 "kv_scales": list(pool.kv_scales),
+                "kv_dtype": pool.kv_dtype,
                 "integrity": spec.integrity.model_dump(),
                 "faults": spec.faults.model_dump(),
             },

@@ -23,11 +23,14 @@ from actors import logs
 from actors.engine import vllm_patches, weights
 from actors.engine.fault_injection import FaultError, Faults
 from actors.engine.integrity.ledger import tag_epoch
-from actors.engine.integrity.tag_check import TagCheck, forward_of, self_test
+from actors.engine.integrity.tag_check import TagCheck, self_test
 from actors.engine.integrity.tracker import CheckTracker, NoTracker, Proof
+from actors.engine.layouts import refuse_unlike
 from actors.engine.metadata import FerryMetadata
+from actors.engine.runner_view import RunnerView, V1View, view_of
 from actors.engine.scheduler_half import FerryConnectorScheduler
 from actors.engine.seeds import SeedGuard
+from actors.engine.watch import CORE, beat
 from actors.engine.worker_half import FerryConnectorWorker
 from actors.messages import Role
 
@@ -63,7 +66,7 @@ class FerryConnector(KVConnectorBase_V1):
         integrity = config("integrity", {})
         self._checking = integrity.get("mode", "off") == "check"
         self.faults = Faults.of(config("faults", {}))
-        self.runner: Any = None
+        self.view: RunnerView | None = None
         self._seeds: SeedGuard | None = None
         if self._checking:
             _refuse_unchecked(vllm_config, kv_cache_config)
@@ -71,9 +74,11 @@ class FerryConnector(KVConnectorBase_V1):
             epoch = tag_epoch(config("replica_id", ""), time.time_ns())
             tracker = CheckTracker(epoch) if self._checking else NoTracker()
             self.scheduler = FerryConnectorScheduler(vllm_config.cache_config.block_size, self._block_ids_of, tracker)
+            beat(config("life", ""), CORE)
             _add_utilities(self)
         else:
             parallel = vllm_config.parallel_config
+            beat(config("life", ""), CORE + 1 + parallel.rank)
             self.worker = FerryConnectorWorker(
                 replica_id=config("replica_id", ""),
                 role=Role(config("role", Role.DECODE)),
@@ -85,6 +90,7 @@ class FerryConnector(KVConnectorBase_V1):
                 faults=self.faults,
             )
         self._kv_scales: tuple[float, float] = tuple(config("kv_scales", (1.0, 1.0)))
+        self._kv_dtype: str = config("kv_dtype", "bfloat16")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -141,7 +147,10 @@ class FerryConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self.worker is not None
         layers = self._vllm_config.compilation_config.static_forward_context
-        self.worker.register(kv_caches, layers, self._vllm_config.cache_config.cache_dtype, self._kv_scales)
+        cache = self._vllm_config.cache_config
+        self.worker.register(kv_caches, layers, cache.cache_dtype, self._kv_scales)
+        assert self.worker.layout is not None
+        refuse_unlike(self.worker.layout, cache.block_size, self._kv_dtype)
         if self._checking:
             device = next(iter(kv_caches.values())).device
             # A check that does not see a planted fault must not be taken for one that sees none.
@@ -159,24 +168,26 @@ class FerryConnector(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # vLLM calls it first of all in a step, before requests move within the batch.
         if self._seeds is not None:
-            self._seeds.put_back(self.runner)
+            self._seeds.put_back()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self.worker is not None
-        attention = kwargs.get("attn_metadata") or forward_context.attn_metadata
-        self._empty_step = not (attention or kwargs.get("request_ids"))
+        self._empty_step = not (forward_context.attn_metadata or kwargs.get("request_ids"))
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, FerryMetadata)
-        if self._checking:
-            self.worker.check.step(metadata.integrity, forward_of(forward_context, self.runner, kwargs))
+        if self._checking and self.view is not None:
+            self.worker.check.step(metadata.integrity, self.view.step(forward_context, kwargs))
         if self._seeds is not None:
-            self._seeds.set_aside(self.runner)
+            self._seeds.set_aside()
         self.worker.start_opening(metadata)
 
     def take_runner(self, runner: Any) -> None:
-        """Worker side: vLLM's model runner, which connectors are not given."""
-        self.runner = runner
-        self._seeds = SeedGuard() if runner.device.type == "cpu" else None
+        """Worker side, before the first request: vLLM's model runner, which connectors are not given.
+
+        Raises `RunnerError` for one that is not known.
+        """
+        self.view = view_of(runner)
+        self._seeds = SeedGuard(self.view) if isinstance(self.view, V1View) and runner.device.type == "cpu" else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -245,6 +256,7 @@ def _add_utilities(connector: FerryConnector) -> None:
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "requests": len(self.scheduler.requests),
+            "paused": self.scheduler.pause_state.name != "UNPAUSED",  # by an admin call: it makes no steps
             "idle": half.idle(),
             "counters": {name: getattr(half.counters, name) for name in half.counters.__slots__} | report["counters"],
         }
@@ -358,7 +370,7 @@ class FerryWorkerExtension:
         if faults is None:
             raise FaultError("faults are off: faults.kinds is empty")
         if isinstance(target, str):
-            return faults.on_tables(kind, trial, target, connector.runner, connector.worker.check, int(more))
+            return faults.on_tables(kind, trial, target, connector.view, connector.worker.check, int(more))
         return faults.arm(kind, trial, target, more)
 
     def pageferry_land_late(self, ticket_id: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from actors.engine.runner_view import RunnerView
 from actors.transfer.channel import PagesSealed, WriterDone
 from cluster.fault_kinds import KINDS
 from kernels.layout import PageLayout
@@ -69,52 +70,48 @@ class Faults:
 
     # -- block tables and tags, between steps, in the worker
 
-    def on_tables(self, kind: str, trial: int, victim: str, runner: Any, check: Any, first: int = 0) -> dict[str, Any]:
-        """Spoils one entry of the victim's row, at a position from `first` on. `runner`: vLLM's V1 model runner."""
+    def on_tables(
+        self, kind: str, trial: int, victim: str, view: RunnerView, check: Any, first: int = 0
+    ) -> dict[str, Any]:
+        """Spoils one entry of the victim's row, at a position from `first` on."""
         rng = self.rng(kind, trial)
-        batch = runner.input_batch
-        row = batch.req_id_to_index.get(victim)
-        if row is None:
+        pages = view.pages(victim)
+        if not pages:
             return self._did(kind=kind, fired=False, why=f"{victim} is not in the batch")
-        table = batch.block_table[0].block_table.np
-        state = runner.requests[victim]
-        pages = [int(page) for page in state.block_ids[0]]
-        # Only pages that hold tokens already: attention reads those in the next step.
-        page_tokens = batch.block_table[0].block_size
-        # `num_computed_tokens` is that before the last step that ran; with the last token sampled nothing reads again.
-        if state.num_computed_tokens >= len(state.prompt_token_ids) + state.sampling_params.max_tokens - 2:
+        computed = view.num_computed(victim)
+        # `num_computed` may be that before the last step that ran; with the last token sampled nothing reads again.
+        if computed >= view.max_tokens(victim) - 2:
             return self._did(kind=kind, fired=False, why=f"{victim} has had its last step")
-        used = range(first, min(len(pages), -(-state.num_computed_tokens // page_tokens)))
+        # Only pages that hold tokens already: attention reads those in the next step.
+        used = range(first, min(len(pages), -(-computed // view.page_tokens)))
         if not used:
             return self._did(kind=kind, fired=False, why=f"{victim} has no page from position {first} on")
         position = rng.choice(used)
-        before = int(table[row, position])
+        before = pages[position]
         if kind in ("stale_tag", "tag_bumped"):
             page_tags = getattr(check, "page_tags", None)
             if page_tags is None:
                 return self._did(kind=kind, fired=False, why="there are no tags with integrity.mode: off")
             page_tags[before] += 1 if kind == "tag_bumped" else -rng.randint(1, 1000)
             return self._did(kind=kind, fired=True, victim=victim, position=position, page=before)
-        after = self._other_page(kind, rng, runner, victim, pages, position)
+        after = self._other_page(kind, rng, view, victim, pages, position)
         if after is None:
             return self._did(kind=kind, fired=False, why="there is no such page now")
-        table[row, position] = after
+        view.set_page(victim, position, after)
         return self._did(kind=kind, fired=True, victim=victim, position=position, page=before, after=after)
 
     @staticmethod
     def _other_page(
-        kind: str, rng: random.Random, runner: Any, victim: str, pages: Sequence[int], position: int
+        kind: str, rng: random.Random, view: RunnerView, victim: str, pages: Sequence[int], position: int
     ) -> int | None:
-        batch = runner.input_batch
-        held = {r: [int(p) for p in runner.requests[r].block_ids[0]] for r in batch.req_ids[: batch.num_reqs]}
+        held = {request_id: view.pages(request_id) for request_id in view.request_ids()}
         if kind == "table_own_page":
             choices = [page for page in pages if page != pages[position]]
         elif kind == "table_other_request":
             choices = [page for r, those in held.items() if r != victim for page in those if page not in pages]
         elif kind == "table_free_page":
             taken = {page for those in held.values() for page in those}
-            num_pages = runner.kv_cache_config.num_blocks
-            choices = [page for page in range(1, num_pages) if page not in taken]
+            choices = [page for page in range(1, view.num_pages) if page not in taken]
         else:
             raise FaultError(f"fault {kind!r} is none of the block tables")
         return rng.choice(choices) if choices else None

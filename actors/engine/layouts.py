@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,41 @@ _LATENT_BACKENDS = (
     "FLASH_ATTN_MLA",
     "TRITON_MLA",
 )
+
+
+def in_order(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By layer number, whatever order an engine registers them in: the wire form lists layers in this order. A layer
+    that shares another's cache is left out, since its pages would be moved twice."""
+    seen: set[int] = set()
+    ordered = {}
+    for name in sorted(kv_caches, key=_layer_number):
+        cache = kv_caches[name]
+        if cache.data_ptr() not in seen:
+            seen.add(cache.data_ptr())
+            ordered[name] = cache
+    return ordered
+
+
+def _layer_number(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
+
+
+def refuse_unlike(layout: PageLayout, block_size: int, kv_dtype: str) -> None:
+    """Raises `LayoutError` where the cache that vLLM made is not what the pool's settings say.
+
+    `block_size`: tokens of the scheduler's blocks; `kv_dtype`: `pools.*.kv_dtype`.
+    """
+    if layout.page_tokens != block_size:
+        raise LayoutError(
+            f"block_tokens {block_size} is no block size of this engine's attention backend, which splits it into "
+            f"blocks of {layout.page_tokens}; pages move whole: set block_tokens: {layout.page_tokens} in both pools"
+        )
+    made = "bfloat16" if layout.dtype is PageDtype.BF16 else "fp8_e4m3"
+    if made != kv_dtype:
+        raise LayoutError(
+            f"the KV cache is {made} and the pool's kv_dtype {kv_dtype}: the checkpoint names a KV cache format of its "
+            f"own; set kv_dtype: {made}, or use a checkpoint without one"
+        )
 
 
 def describe(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], cache_dtype: str) -> PageLayout:
@@ -58,6 +94,12 @@ def describe(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], c
         raise LayoutError(f"kv_cache_dtype {cache_dtype!r} has no codec; use fp8_e4m3")
     order = _order(backend, shape, cache_dtype, first)
     fp8 = page_dtype is PageDtype.E4M3
+    for name in kv_caches:
+        if fp8 and (heads := max(layers[name]._k_scale.numel(), layers[name]._v_scale.numel())) > 1:
+            raise LayoutError(
+                f"{name} has {heads} KV scales, one a head; pages have one scale a layer for K and one for V: use a "
+                "checkpoint with per-tensor KV scales, or none"
+            )
     scaled = fp8 and order is not PageOrder.FP8_DS_MLA
     k_scales = tuple(float(layers[name]._k_scale_float) for name in kv_caches) if scaled else (1.0,)
     v_scales = tuple(float(layers[name]._v_scale_float) for name in kv_caches) if scaled else (1.0,)

@@ -8,26 +8,21 @@ tokens are those of a prompt computed in one piece.
 
 from __future__ import annotations
 
-from typing import Any
+from actors.engine.runner_view import V1View
 
 
 class SeedGuard:
-    """`runner`: vLLM's V1 model runner. Both calls belong into its step: `set_aside` before the forward, `put_back`
-    before the batch is changed for the next step."""
+    """Both calls belong into the runner's step: `set_aside` before the forward, `put_back` before the batch is changed
+    for the next step."""
 
-    def __init__(self) -> None:
-        self._aside: set[str] = set()  # request ids
+    def __init__(self, view: V1View) -> None:
+        self._view = view
+        self._aside: list[str] = []  # request ids
 
-    def set_aside(self, runner: Any) -> None:
-        batch = runner.input_batch
-        thrown_away = runner.discard_request_mask.np
-        for row in [row for row in batch.generators if thrown_away[row]]:
-            del batch.generators[row]
-            self._aside.add(batch.req_ids[row])
+    def set_aside(self) -> None:
+        self._aside += self._view.take_discarded_generators()
 
-    def put_back(self, runner: Any) -> None:
+    def put_back(self) -> None:
         for request_id in self._aside:
-            row = runner.input_batch.req_id_to_index.get(request_id)
-            if row is not None:
-                runner.input_batch.generators[row] = runner.requests[request_id].generator
+            self._view.put_generator_back(request_id)
         self._aside.clear()

@@ -22,6 +22,7 @@ import msgspec
 from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
 from actors.engine.engine_counters import EngineCounters
 from actors.engine.orders import OpenParams, SealParams, to_params
+from actors.engine.watch import EngineWatch, LifeFile, Progress
 from actors.messages import (
     PAGE_INTEGRITY,
     Announcement,
@@ -129,9 +130,14 @@ class EngineServer:
 
             refuse_unfit(self.spec, str(self.role), torch.cuda.get_device_name())
         refuse_poor_quality(self.spec, str(self.role))
-        args = AsyncEngineArgs(**engine_kwargs(self.spec, self.role, self.replica_id, socket_path))
-        self.config = args.create_engine_config()
-        self.core = EngineCoreClient.make_async_mp_client(self.config, Executor.get_class(self.config), log_stats=True)
+        self._life = LifeFile(1 + self.pool.tensor_parallel)
+        try:
+            kwargs = engine_kwargs(self.spec, self.role, self.replica_id, socket_path, self._life.path)
+            self.config = AsyncEngineArgs(**kwargs).create_engine_config()
+            executor = Executor.get_class(self.config)
+            self.core = EngineCoreClient.make_async_mp_client(self.config, executor, log_stats=True)
+        finally:
+            self._life.unlink()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
         self.engines = [f"{self.replica_id}#{rank}" for rank in range(self.config.parallel_config.world_size)]
@@ -268,24 +274,31 @@ class EngineServer:
         self._events.append(ReplicaEvent(kind=kind, ticket_id=ticket_id, request_id=request_id, **more))
 
     async def _heartbeat_loop(self) -> None:
-        fence_after_s = self.spec.admission.fence_after_s
+        admission = self.spec.admission
+        watch = EngineWatch(int(admission.fence_after_s * 1e9), int(admission.hung_after_s * 1e9))
         pending: asyncio.Task[Any] | None = None
-        asked = answered = time.monotonic()
+        asked_ns = 0
         while True:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
-            # The engine answers between steps; a long step keeps the last answer, a hung one stops the heartbeat.
+            # The engine answers between steps; a long step keeps the last answer, and its processes prove their lives.
             if pending is None:
-                asked = time.monotonic()
+                asked_ns = time.monotonic_ns()
                 whole, self._tell_all_pages = self._tell_all_pages, False
                 pending = asyncio.create_task(self.core.call_utility_async("pageferry_beat", PAGES_A_BEAT, whole))
             done, _ = await asyncio.wait([pending], timeout=UTILITY_TIMEOUT_S)
+            now_ns = time.monotonic_ns()
             if done:
-                if self._failure or pending.exception() is not None:
-                    return  # the pump says why
-                self._stats, answered, pending = pending.result(), time.monotonic(), None
+                if self._failure:
+                    return
+                if (error := pending.exception()) is not None:
+                    await self._fail(f"the engine of {self.replica_id} does not answer: {error}")
+                    return
+                self._stats, pending = pending.result(), None
+                running = 0 if self._stats["paused"] else self._stats["running"]
+                watch.answered(Progress(asked_ns, self._engine.steps, running), now_ns)
                 self._take_integrity(self._stats)
-            elif time.monotonic() - max(asked, answered) > fence_after_s:
-                await self._fail(f"the engine of {self.replica_id} has not answered for {fence_after_s:g} s")
+            if reason := watch.verdict(asked_ns if pending else 0, self._life.oldest_ns(), now_ns):
+                await self._fail(f"{self.replica_id}: {reason}")
             if self._failure:
                 return
             await self._beat()

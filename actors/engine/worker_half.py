@@ -26,7 +26,7 @@ from actors.engine.orders import SealParams
 from actors.messages import Opened, Role, Verdict
 from actors.transfer.channel import ChannelError, Hello, PagesOpened, PagesSealed, Segments, WorkerLink, WriterDone
 from kernels import dispatch
-from kernels.layout import LayoutError, PageLayout, SealBinding, check_convertible
+from kernels.layout import LayoutError, PageDtype, PageLayout, SealBinding, check_convertible
 
 logger = logging.getLogger("pageferry.worker")
 
@@ -86,6 +86,8 @@ class FerryConnectorWorker:
         cache_dtype: str,
         kv_scales: tuple[float, float],
     ) -> None:
+        """The engine's cache, before its first request. Raises `LayoutError` for one without a codec."""
+        kv_caches = layouts.in_order(kv_caches)
         if kv_scales != (1.0, 1.0):
             for name in kv_caches:
                 _set_scales(layers[name], *kv_scales)
@@ -93,6 +95,17 @@ class FerryConnectorWorker:
         self._caches = [layouts.pages_of(cache, self.layout) for cache in kv_caches.values()]
         # Loads (at the very first time compiles) the kernels now and not inside the first request's step.
         dispatch.warm_up(self._caches[0].device)
+        self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Moves vLLM's null page out and back, so that a GPU has compiled what it will run."""
+        layout, binding = self.layout, SealBinding(0, 0)
+        assert layout is not None
+        for wire in (layout, layout.with_dtype(PageDtype.E4M3)) if layout.dtype is PageDtype.BF16 else (layout,):
+            out = torch.empty((1, wire.page_bytes), dtype=torch.uint8)
+            digests = dispatch.seal_pages(self._caches, layout, wire, [0], out, binding, 0)
+            if wire is layout:
+                self._open_from(out, _as_u64(digests), [0], binding, 0)
 
     def _wire(self, order: SealParams) -> PageLayout:
         key = repr(order.wire_layout)
@@ -110,7 +123,7 @@ class FerryConnectorWorker:
         for job in metadata.seals:
             try:
                 self._seal(job)
-            except (LayoutError, ChannelError, ValueError) as error:
+            except (LayoutError, ChannelError, ValueError, MemoryError, torch.OutOfMemoryError) as error:
                 # The ticket ends as MISSING and decode computes the prompt itself; the step goes on.
                 logger.error("ticket %d: cannot seal: %s", job.order.ticket_id, error)
                 self._link.send(WriterDone(ticket_id=job.order.ticket_id, attempt=job.order.attempt))

@@ -68,17 +68,18 @@ def configs() -> Iterator[Config]:
     from kernels import triton_backend as backend
 
     yield from _page_configs(backend)
-    for kind in ("i32", "i64"):
-        yield Config(
-            "check_tags",
-            f"table-{kind}",
-            {
-                "tags": "*i64", "table": f"*{kind}", "num_pages": "*i32", "expected": "*i64", "bad": "*i8",
-                "first": "*i32", "limit": "i32", "columns": "i32", "table_stride": "i32", "expected_stride": "i32",
-            },
-            {"BLOCK": backend.TAG_COLUMNS},
-            8,
-        )  # fmt: skip
+    yield Config(
+        "check_tags",
+        "all",
+        {
+            "tags": "*i64", "table": "*i32", "seq_lens": "*i32", "expected": "*i64", "slots": "*i32",
+            "query_start": "*i32", "slot_mapping": "*i64", "firsts": "*i32", "founds": "*i32", "page_tokens": "i32",
+            "limit": "i32", "columns": "i32", "table_columns": "i32", "table_stride": "i32",
+            "expected_stride": "i32", "num_slots": "i32",
+        },
+        {"BLOCK": backend.TAG_COLUMNS},
+        8,
+    )  # fmt: skip
     for group in (32, 64, 128):
         for symmetric in (True, False):
             yield from _weight_configs(backend, group, symmetric)

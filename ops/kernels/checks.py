@@ -208,21 +208,26 @@ def check_tags(bench: Bench) -> None:
     for rows, columns in shapes:
         pages = rows * columns + 7
         tags = torch.randint(-(2**62), 2**62, (pages,), generator=generator)
-        for kind in (torch.int32, torch.int64):
-            table = torch.randperm(pages, generator=generator)[: rows * columns].view(rows, columns).to(kind)
-            expected = tags[table.long()]
-            lengths = torch.randint(0, columns + 1, (rows,), generator=generator, dtype=torch.int32)
-            lengths[-1] = columns
-            table[-1, columns // 2] = -3
-            expected[0, -1] += 1 << 33
-            outcomes = []
-            for backend in ("reference", "triton"):
-                arguments = [each.to(bench.device) for each in (tags, table, lengths, expected)]
-                with dispatch.use_backend(backend):
-                    outcomes.append(dispatch.check_tags(*arguments))
-            same("bad rows", outcomes[1][0], outcomes[0][0])
-            same("first bad columns", outcomes[1][1], outcomes[0][1])
-            assert bool(outcomes[1][0][-1])
+        table = torch.randperm(pages, generator=generator)[: rows * columns].view(rows, columns).to(torch.int32)
+        slots = torch.randperm(rows + 2, generator=generator)[:rows].to(torch.int32)
+        expected = torch.zeros(rows + 2, columns, dtype=torch.int64)
+        expected[slots.long()] = tags[table.long()]
+        lengths = torch.randint(0, 16 * columns + 1, (rows,), generator=generator, dtype=torch.int32)
+        lengths[-1] = 16 * columns
+        table[-1, columns // 2] = -3
+        expected[slots[0], -1] += 1 << 33
+        query_start = torch.arange(0, 3 * rows + 1, 3, dtype=torch.int32)
+        outcomes = []
+        for backend in ("reference", "triton"):
+            answer, mapping = torch.empty(2, rows, dtype=torch.int32), torch.arange(3 * rows + 5)
+            tensors = (tags, table.clone(), lengths, expected, slots, query_start, mapping, answer)
+            known, masked, used, wanted, places, starts, mapping, answer = (t.to(bench.device) for t in tensors)
+            with dispatch.use_backend(backend):
+                dispatch.check_tags(known, masked, used, 16, wanted, places, starts, mapping, answer)
+            outcomes.append((masked, mapping, answer))
+        for name, one, other in zip(("masked tables", "masked slots", "answers"), *outcomes, strict=True):
+            same(name, other, one)
+        assert int(outcomes[1][2][0, -1]) == columns // 2 and not outcomes[1][0][-1].any()
 
 
 def check_int4(bench: Bench) -> None:

@@ -79,8 +79,10 @@ def tag_cases(device: torch.device, small: bool) -> list[Case]:
         tags = torch.randint(1, 1 << 62, (pool,), device=device)
         table = torch.randperm(pool, device=device)[: rows * columns].view(rows, columns).to(torch.int32)
         expected = tags[table.long()]
-        lengths = torch.full((rows,), columns, dtype=torch.int32, device=device)
-        run = partial(dispatch.check_tags, tags, table, lengths, expected)
+        lengths = torch.full((rows,), columns * 64, dtype=torch.int32, device=device)
+        row = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        slot_mapping, answer = torch.arange(rows, device=device), torch.empty(2, rows, dtype=torch.int32, device=device)
+        run = partial(dispatch.check_tags, tags, table, lengths, 64, expected, row[:rows], row, slot_mapping, answer)
         aim = 10.0 if (rows, columns) == (64, 8192) else None
         cases.append(Case(f"check_tags {rows} x {columns} pages", run, rows * columns * 20, aim_us=aim))
     return cases

@@ -21,11 +21,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.integrity.tag_check import Forward, IntegrityError, NoCheck, TagCheck, forward_of, self_test
+from actors.engine.integrity.tag_check import IntegrityError, NoCheck, TagCheck, self_test
 from actors.engine.integrity.tracker import IntegrityDelta, Mismatch, NoTracker, Proof
+from actors.engine.runner_view import StepView
 from actors.engine.scheduler_half import FerryConnectorScheduler
 from actors.engine.worker_half import FerryConnectorWorker
 from actors.messages import Role
+from kernels import dispatch
 
 pytestmark = pytest.mark.compiles  # the real kernels
 
@@ -40,7 +42,7 @@ class DeviceRoad(TagCheck):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.on_cpu, self._page_tags_np, self._expected_np = False, None, None
+        self.on_cpu = False
         self.waited = 0
 
     def _pinned(self, num: int, dtype: torch.dtype) -> torch.Tensor:
@@ -133,15 +135,9 @@ class Batch:
         starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).to(torch.int32)
         slots = torch.arange(1000, 1000 + sum(queries) + 2)
         before, slots_before = table.clone(), slots.clone()
-        metadata = SimpleNamespace(
-            block_table=table,
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            query_start_loc=starts,
-            slot_mapping=slots,
-            max_seq_len=max(lengths, default=0),
-        )
+        view = StepView(rows, table[: len(rows)], torch.tensor(lengths, dtype=torch.int32), starts, slots)
         delta, self.delta = self.delta, IntegrityDelta()
-        self.check.step(delta, Forward(rows, [metadata], [slots]))
+        self.check.step(delta, view if rows else None)
         proof = self.check.proof()
         wrong = {}
         for row, request in enumerate(rows):
@@ -193,25 +189,20 @@ def test_a_page_in_its_next_life_is_caught_even_if_the_table_is_right() -> None:
     batch.step(0)  # the model expects r1 to be named
 
 
+def step_view(table: list[list[int]], lengths: list[int], *request_ids: str) -> StepView:
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    rows = torch.tensor(table, dtype=torch.int32)
+    return StepView(request_ids, rows, torch.tensor(lengths, dtype=torch.int32), starts, torch.arange(len(lengths)))
+
+
 def test_a_row_without_an_expectation_is_not_proven() -> None:
     check = TagCheck(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
     check.step(IntegrityDelta(tags={1: 5}, claims={"a": (0, [5])}), None)
-    metadata = forward_metadata([[1], [2]], [3, 3])
-    check.step(None, Forward(["a", "b"], [metadata], []))
+    check.step(None, step_view([[1], [2]], [3, 3], "a", "b"))
     proof = check.proof()
     assert proof is not None and proof.rows == 1 and check.rows_without_claim == 1  # 3
     assert [m.request_id for m in proof.mismatches] == ["b"]  # and what nobody claims, nobody reads
     assert check.proof() is None
-
-
-def forward_metadata(table: list[list[int]], lengths: list[int]) -> Any:
-    return SimpleNamespace(
-        block_table=torch.tensor(table, dtype=torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        query_start_loc=torch.arange(len(lengths) + 1, dtype=torch.int32),
-        slot_mapping=torch.arange(len(lengths)),
-        max_seq_len=max(lengths),
-    )
 
 
 def test_a_step_without_forward_still_hears_the_delta() -> None:
@@ -225,19 +216,24 @@ def test_a_step_without_forward_still_hears_the_delta() -> None:
 
 def test_the_self_test_passes_and_sees_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
     self_test()
-    blind = lambda *args: (torch.zeros(3, dtype=torch.bool), torch.full((3,), -1, dtype=torch.int32))  # noqa: E731
-    monkeypatch.setattr("kernels.dispatch.check_tags", blind)
-    with pytest.raises(IntegrityError, match="was not caught"):
-        self_test()
+    real = dispatch.check_tags
+
+    def blind(*arguments: Any) -> None:
+        arguments[-1].fill_(-1)
+
+    def raging(*arguments: Any) -> None:
+        arguments[-1].fill_(0)
+
+    def sees_and_does_not_mask(*arguments: Any) -> None:
+        kept = arguments[-2].clone()
+        real(*arguments)
+        arguments[-2].copy_(kept)
+
+    for broken, words in ((blind, "not caught"), (sees_and_does_not_mask, "not caught"), (raging, "was refused")):
+        monkeypatch.setattr("kernels.dispatch.check_tags", broken)
+        with pytest.raises(IntegrityError, match=words):
+            self_test()
     monkeypatch.undo()
-    monkeypatch.setattr(TagCheck, "_mask", lambda self, forward, bad: None)
-    with pytest.raises(IntegrityError, match="was not caught"):
-        self_test()
-    monkeypatch.undo()
-    raging = lambda *args: (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int32))  # noqa: E731
-    monkeypatch.setattr("kernels.dispatch.check_tags", raging)
-    with pytest.raises(IntegrityError, match="was refused"):
-        self_test()
 
 
 def test_proofs_travel_and_add_up() -> None:
@@ -247,40 +243,6 @@ def test_proofs_travel_and_add_up() -> None:
     assert (both.rows, both.pages) == (2, 30)
     assert {m.request_id for m in both.mismatches} == {"a", "b"}
     assert one  # vLLM drops what is false
-
-
-def test_metadata_without_a_table_is_refused_and_split_metadata_uses_the_runners() -> None:
-    check = TagCheck(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
-    check.step(IntegrityDelta(tags={1: 5}, claims={"a": (0, [5])}), None)
-    split = forward_metadata([[1]], [3])
-    table = split.block_table
-    del split.block_table
-    with pytest.raises(IntegrityError, match="no block table"):
-        check.step(None, Forward(["a"], [split], []))
-    check.step(None, Forward(["a"], [split], [], fallback_table=table))
-    proof = check.proof()
-    assert proof is not None and proof.rows == 1 and proof.mismatches == ()
-
-
-def test_the_forward_is_found_in_both_model_runners() -> None:
-    metadata = forward_metadata([[1]], [3])
-    attention = {"layer.0": metadata, "layer.1": metadata}
-    slots = {"layer.0": metadata.slot_mapping, "layer.1": metadata.slot_mapping}
-    context = SimpleNamespace(attn_metadata=attention, slot_mapping=slots)
-    table = SimpleNamespace(get_device_tensor=lambda rows: metadata.block_table[:rows])
-    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"], num_reqs=1, block_table=[table]))
-    first = forward_of(context, runner, {})
-    assert first is not None and first.req_ids == ["a"]
-    assert first.metadata == [metadata] and len(first.slot_mappings) == 1
-    second = forward_of(
-        SimpleNamespace(attn_metadata=None, slot_mapping=None),
-        None,
-        {"request_ids": ["x"], "attn_metadata": attention},
-    )
-    assert second is not None and second.req_ids == ["x"]
-    assert forward_of(SimpleNamespace(attn_metadata=None, slot_mapping=None), runner, {}) is None
-    with pytest.raises(IntegrityError, match="micro-batches"):
-        forward_of(SimpleNamespace(attn_metadata=[attention], slot_mapping=None), runner, {})
 
 
 def test_off_is_nothing() -> None:

@@ -24,8 +24,9 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from actors.engine.integrity.tag_check import Forward, TagCheck
+from actors.engine.integrity.tag_check import TagCheck
 from actors.engine.integrity.tracker import CheckTracker, Mismatch
+from actors.engine.runner_view import StepView
 
 BLOCK = 4
 NUM_PAGES = 24
@@ -121,14 +122,9 @@ class Service:
             pages = self.manager.get_block_ids(name)[0]
             table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
             lengths.append(self.requests[name].num_tokens)
-        metadata = SimpleNamespace(
-            block_table=table,
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32),
-            slot_mapping=torch.arange(len(rows)),
-            max_seq_len=max(lengths, default=0),
-        )
-        self.check.step(delta, Forward(rows, [metadata], []))
+        starts, slots = torch.arange(len(rows) + 1, dtype=torch.int32), torch.arange(len(rows))
+        view = StepView(rows, table, torch.tensor(lengths, dtype=torch.int32), starts, slots)
+        self.check.step(delta, view if rows else None)
         mismatches = self.tracker.judge(scheduled, self.check.proof())
         for mismatch in mismatches:
             self.tracker.condemn(mismatch, 99)

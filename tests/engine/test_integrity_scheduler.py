@@ -15,7 +15,6 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,9 +32,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from actors.engine.config import engine_kwargs
 from actors.engine.fault_injection import Faults
 from actors.engine.integrity.scheduler import FerryAsyncScheduler, FerryScheduler
-from actors.engine.integrity.tag_check import Forward, TagCheck
+from actors.engine.integrity.tag_check import TagCheck
 from actors.engine.integrity.tracker import CheckTracker, NoTracker
 from actors.engine.orders import OpenParams, to_params
+from actors.engine.runner_view import StepView
 from actors.messages import HandOver, Lease, Role, Seal
 from cluster.spec import ClusterSpec
 
@@ -190,19 +190,13 @@ class Engine:
             ),
         )
 
-    def _forward(self, rows: list[str], lengths: list[int], scheduled: Any) -> Forward:
+    def _forward(self, rows: list[str], lengths: list[int], scheduled: Any) -> StepView:
         table = torch.zeros((len(rows), MAX_LEN // BLOCK + 1), dtype=torch.int32)
         for row, name in enumerate(rows):
             table[row, : len(self.tables[name])] = torch.tensor(self.tables[name], dtype=torch.int32)
         queries = torch.tensor([0, *(scheduled.num_scheduled_tokens[name] for name in rows)], dtype=torch.int32)
-        metadata = SimpleNamespace(
-            block_table=table,
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            query_start_loc=queries.cumsum(0).to(torch.int32),
-            slot_mapping=torch.arange(int(queries.sum())),
-            max_seq_len=max(lengths),
-        )
-        return Forward(rows, [metadata], [])
+        starts, slots = queries.cumsum(0).to(torch.int32), torch.arange(int(queries.sum()))
+        return StepView(rows, table, torch.tensor(lengths, dtype=torch.int32), starts, slots)
 
     def _spoil(self, rows: list[str], lengths: list[int]) -> None:
         if not rows or self.rng.random() >= self.want_spoiled:

@@ -24,12 +24,17 @@ def measure(rows: int, tokens: int, page_tokens: int, repetitions: int = REPETIT
     tags = torch.randint(1, 1 << 62, (pool,), generator=generator)
     pages = torch.randperm(pool, generator=generator)[: rows * columns].view(rows, columns)
     table, expected = pages.to(torch.int32), tags[pages]
-    lengths = torch.full((rows,), columns, dtype=torch.int32)
+    lengths = torch.full((rows,), tokens, dtype=torch.int32)
+    row, slot_mapping = torch.arange(rows + 1, dtype=torch.int32), torch.arange(rows)  # one token a row: a decode step
+    answer = torch.empty(2, rows, dtype=torch.int32)
     # A row: its ids, expected tags and the tags it points at; then one copy of as many bytes.
-    touched = rows * columns * (4 + 8 + 8) + rows * (4 + 4 + 1)
+    touched = rows * columns * (4 + 8 + 8) + rows * (4 + 4 + 4 + 8)
     a, b = (torch.ones(touched // 2, dtype=torch.uint8) for _ in range(2))
-    check = partial(dispatch.check_tags, tags, table, lengths, expected)
-    if check()[0].any():
+    check = partial(
+        dispatch.check_tags, tags, table, lengths, page_tokens, expected, row[:rows], row, slot_mapping, answer
+    )
+    check()
+    if answer.max() >= 0:
         raise AssertionError("a correct table was called bad")
     runs: tuple[Callable[[], Any], Callable[[], Any]] = (check, partial(b.copy_, a))
     times: tuple[list[float], list[float]] = ([], [])
