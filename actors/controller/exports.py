@@ -52,8 +52,8 @@ class Exporter:
             self._emitter.set("pageferry_replicas", len(ready), pool=pool)
             if each["target"] is not None:
                 self._emitter.set("pageferry_pool_target", each["target"], pool=pool)
-            for name in ("starting", "unplaced"):
-                self._emitter.set(f"pageferry_replicas_{name}", each[name], pool=pool)
+            self._emitter.set("pageferry_replicas_starting", each["starting"], pool=pool)
+            self._emitter.set("pageferry_replicas_unplaced", each["unplaced"], pool=pool)
             for replica in each["replicas"]:
                 self._replica(pool, replica)
 

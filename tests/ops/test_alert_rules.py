@@ -95,6 +95,13 @@ CASES = [
         },
     ),
     Case(
+        "PageferryNoRoomForReplicas",
+        {"pool": "decode"},
+        "4m",
+        "6m",
+        {'replicas_unplaced{pool="decode"}': "0x12 2x40 0x60", 'replicas_unplaced{pool="prefill"}': "0x112"},
+    ),
+    Case(
         "PageferryRequestsFail",
         {},
         "5m",

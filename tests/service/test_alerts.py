@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import free_port
+from live_service import free_port
 from serve_command import serving
 
 from ops.grafana.dashboards import DASHBOARDS
