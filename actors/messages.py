@@ -11,16 +11,23 @@ made them and are compared only there; what crosses a process is a duration.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from cluster.spec import ClusterSpec
+
 TicketId = int
 ReplicaId = str
+T = TypeVar("T")
 
 # `stop_reason` of the last output of a request whose block table named a page that is not its own (`finish_reason`
 # is ERROR), so that a frontend can tell it from every other error.
 PAGE_INTEGRITY = "page_integrity"
+
+
+class Request(msgspec.Struct, Generic[T], frozen=True):
+    """A message to the controller, answered with a `T`. Each may be sent again when its answer was lost."""
 
 
 class Role(StrEnum):
@@ -89,8 +96,11 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     tickets: tuple[TicketId, ...] = ()  # live here, for a controller that rebuilds its registry
 
 
-class AdmitRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller needs to know of a request. No token ids: only sizes, hashes and wishes."""
+class AdmitRequest(Request["Ticket | Overloaded"], frozen=True, kw_only=True):
+    """Asks for a ticket; waits in the queue when there is no room. The same request asked twice gets the same ticket.
+
+    It says what the controller needs to know of a request. No token ids: only sizes, hashes and wishes.
+    """
 
     request_id: str
     frontend_id: str
@@ -185,12 +195,20 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
         return all(count == 0 or verdict is Verdict.OK for verdict, count in self.verdicts.items())
 
 
+class ReplicaEventKind(StrEnum):
+    PREFILL_STARTED = "prefill_started"
+    DECODE_STARTED = "decode_started"
+    PROMPT_COMPUTED = "prompt_computed"  # `num_tokens` of it were in the engine's prefix cache
+    RELEASED = "released"
+    RECOMPUTED = "recomputed"  # decode computed `num_tokens` whose pages it could not get
+    QUARANTINED = "quarantined"
+    TAG_MISMATCH = "tag_mismatch"
+
+
 class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that happened to a request in an engine; batched per tick to the controller."""
 
-    # prefill_started, decode_started, prompt_computed (`num_tokens` of it were cached), released, recomputed,
-    # tag_mismatch, quarantined
-    kind: str
+    kind: ReplicaEventKind
     ticket_id: TicketId = 0
     request_id: str = ""
     num_tokens: int = 0
@@ -209,7 +227,9 @@ class PageDelta(msgspec.Struct, frozen=True, kw_only=True):
     released: bool = False
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaHeartbeat(Request["HeartbeatReply"], frozen=True, kw_only=True):
+    """A replica's load, and what has happened there since the last one. Several times a second."""
+
     replica_id: ReplicaId
     incarnation: int
     occupancy: Occupancy
@@ -229,14 +249,16 @@ class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
     cancel: tuple[tuple[TicketId, int], ...] = ()  # (ticket_id, attempt): abort that and earlier attempts; idempotent
 
 
+class CommandKind(StrEnum):
+    LOST = "lost"  # that replica is gone for this attempt: send `ReplicaLost`
+    MOVE = "move"  # the same, because the replica is leaving; what it has streamed is good
+    CANCELLED = "cancelled"  # the controller has given the ticket up
+
+
 class FrontendCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller asks of a frontend about one of its tickets.
+    """What the controller asks of a frontend about one of its tickets."""
 
-    `lost`: that replica is gone for this attempt, call `Controller.lost`. `move`: the same, because the replica
-    is leaving; what it has streamed is good. `cancelled`: the controller has given the ticket up.
-    """
-
-    kind: str
+    kind: CommandKind
     ticket_id: TicketId
     attempt: int
     role: Role = Role.DECODE
@@ -245,7 +267,7 @@ class FrontendCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontendReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`known` False asks for `Controller.adopt` with a `Claim` for every live ticket: the controller is a new one."""
+    """`known` False asks for `Adopt` with a `Claim` for every live ticket: the controller is a new one."""
 
     epoch: int
     known: bool = True
@@ -318,3 +340,115 @@ class StagingStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_moved: int = 0  # wire bytes opened by decode, running total
     tokens_moved: int = 0
     breaches: tuple[str, ...] = ()
+
+
+# -- to the controller, from replicas (see also `ReplicaHeartbeat`)
+
+
+class Join(Request[HeartbeatReply], frozen=True):
+    """A replica is there, or tells a controller that has come back. Raises `IncompatibleReplica` at the caller."""
+
+    announcement: Announcement
+
+
+class ReplicaStarting(Request[None], frozen=True):
+    """A replica's process is there and loads its engine; said again every few seconds until it joins."""
+
+    replica_id: ReplicaId
+    pool: Role
+
+
+class ReplicaLeft(Request[None], frozen=True):
+    """A replica says goodbye, or the platform says that its process is gone."""
+
+    replica_id: ReplicaId
+    incarnation: int | None = None  # None: whichever
+    why: str = "has left"
+
+
+# -- to the controller, from transfer actors
+
+
+class TransferReport(Request[list[tuple[TicketId, int]]], frozen=True):
+    """A node's staging and what happened there. Answered with (ticket_id, attempt) of leases to release.
+
+    At least once: a report that failed is repeated.
+    """
+
+    status: StagingStatus
+    events: tuple[TransferEvent, ...] = ()
+
+
+# -- to the controller, from frontends (see also `AdmitRequest`)
+
+
+class FrontendHeartbeat(Request[FrontendReply], frozen=True):
+    """Which tickets live there. `stamp`: of the last reply; with 0 a grant lost on its way is not noticed."""
+
+    frontend_id: str
+    live_tickets: tuple[TicketId, ...] = ()
+    stamp: int = 0
+
+
+class Adopt(Request[None], frozen=True):
+    frontend_id: str
+    claims: tuple[Claim, ...]
+
+
+class Configure(Request[None], frozen=True):
+    """The configuration of a frontend; what is decided from now on follows it."""
+
+    spec: ClusterSpec
+    deployment: int = 0  # of the application; a lower one than the last is of a replica that is being replaced
+
+
+class ReplicaLeaving(Request[None], frozen=True):
+    """The router saw that Serve is stopping this replica: no new tickets."""
+
+    replica_id: ReplicaId
+
+
+class WaitForHandOver(Request[HandOver | Verdict], frozen=True):
+    """Waits for the seal. MISSING: it did not come, send `ReplicaLost`. STALE: of an old attempt or an ended ticket."""
+
+    ticket_id: TicketId
+    attempt: int
+    timeout_s: float
+
+
+class ReplicaLost(Request[Ticket | Overloaded], frozen=True, kw_only=True):
+    """Asks for the ticket's next attempt on other replicas. `Overloaded`: it has failed, tell the client why."""
+
+    ticket_id: TicketId
+    attempt: int
+    role: Role
+    replica_id: ReplicaId
+    reason: str
+    num_output_tokens: int = 0  # emitted so far, of all sequences
+    request: AdmitRequest | None = None  # for a controller that has come back and does not know the ticket
+    page_integrity: bool = False  # the replica lives: it ended the request because a page was not its own
+
+
+class Ended(Request[None], frozen=True):
+    ticket_id: TicketId
+    outcome: Outcome
+    num_output_tokens: int = 0  # of all sequences
+
+
+# -- to the controller, from the platform and from people
+
+
+class PlatformSize(Request[int | None], frozen=True):
+    """The platform says what it holds of a pool. Answered with what it should hold, or None: as it is."""
+
+    pool: Role
+    current: int  # running replicas
+    target: int
+
+
+class SetTarget(Request[str], frozen=True):
+    """A person sets a pool's size, in every mode. Answered with "", or why not."""
+
+    pool: Role
+    target: int
+    hold_s: float = 0.0  # no decision about this pool for so long

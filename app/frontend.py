@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors import logs
-from actors.messages import Role
+from actors.messages import Configure, Role, SetTarget
 from app.api.status import whole_audit
 from app.client.asgi import call
 from app.rpc import directory
@@ -43,16 +43,14 @@ class Frontend:
         set_environment(spec, Role.DECODE)
         context = serve.get_replica_context()
         self.frontend_id = context.replica_id.unique_id
-        self.controller = RemoteController(
-            lambda: get_or_create(context.app_name, spec, deployment), self.frontend_id, deployment=deployment
-        )
+        self.controller = RemoteController(lambda: get_or_create(context.app_name, spec, deployment), self.frontend_id)
         self.decode = RemoteDecode(decode, self.frontend_id)
         self.prefill = RemotePrefill(prefill if prefill is not None else decode, self.frontend_id)
         self._has_prefill = prefill is not None
         self._loop = asyncio.get_running_loop()
         await self._start_server()
         hung_s = 2 * spec.admission.fence_after_s
-        self._loops = ControllerLoops(self.controller, self.client, spec.model_dump_json(), hung_s)
+        self._loops = ControllerLoops(self.controller, self.client, Configure(spec, deployment), hung_s)
         self._loops.start()
         directory.watch(self._replicas_changed)
 
@@ -95,7 +93,7 @@ class Frontend:
             status=self.controller.status,
             audit=self._audit,
             health=self._missing,
-            scale=self.controller.set_target,
+            scale=self._scale,
             fault=self._fault if spec.faults.kinds else None,
         )
 
@@ -119,6 +117,9 @@ class Frontend:
         """One HTTP request over a handle: `(status, headers)`, then the body's chunks. See `app.client`."""
         async for item in call(self._asgi, method, path, headers, body):
             yield item
+
+    async def _scale(self, pool: Role, target: int, hold_s: float) -> str:
+        return await self.controller.call(SetTarget(pool, target, hold_s), 1.0)
 
     async def _audit(self) -> dict[str, Any]:
         async def engine(pool: str, replica_id: str) -> dict[str, Any]:

@@ -21,17 +21,20 @@ from actors.engine.server import DecodeServer, PrefillServer
 from actors.messages import (
     Announcement,
     HandOver,
-    Heartbeat,
     HeartbeatReply,
+    Join,
     LeaseLost,
     Opened,
     OpenedAt,
     PrefillDone,
+    ReplicaHeartbeat,
+    Request,
     Role,
     Sealed,
     StagingStatus,
     Ticket,
     TransferEvent,
+    TransferReport,
     Verdict,
 )
 from actors.transfer.actor import KVTransfer
@@ -68,21 +71,26 @@ class FakeController:
         self.lost: dict[tuple[int, int], str] = {}
         self.unawaited: set[tuple[int, int]] = set()  # proofs that came when nobody waited any more
         self.joined: dict[str, Announcement] = {}
-        self.heartbeats: dict[str, Heartbeat] = {}
+        self.heartbeats: dict[str, ReplicaHeartbeat] = {}
         self.staging: StagingStatus | None = None
 
     def seal_of(self, key: tuple[int, int]) -> asyncio.Future[Sealed]:
         return self.sealed.setdefault(key, asyncio.get_running_loop().create_future())
 
-    async def join(self, announcement: Announcement) -> HeartbeatReply:
-        self.joined[announcement.replica_id] = announcement
-        return HeartbeatReply(epoch=1, known=True)
+    async def call(self, message: Request[Any]) -> Any:
+        match message:
+            case Join(announcement):
+                self.joined[announcement.replica_id] = announcement
+                return HeartbeatReply(epoch=1, known=True)
+            case ReplicaHeartbeat():
+                self.heartbeats[message.replica_id] = message
+                return HeartbeatReply(epoch=1, known=True)
+            case TransferReport():
+                self._transfer_report(message.status, message.events)
+                return []
+        return None
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
-        self.heartbeats[heartbeat.replica_id] = heartbeat
-        return HeartbeatReply(epoch=1, known=True)
-
-    async def transfer_report(self, status: StagingStatus, events: list[TransferEvent]) -> list[tuple[int, int]]:
+    def _transfer_report(self, status: StagingStatus, events: tuple[TransferEvent, ...]) -> None:
         self.staging = status
         for event in events:
             match event:
@@ -96,7 +104,6 @@ class FakeController:
                     self.opened[(event.opened.ticket_id, event.opened.attempt)] = event.opened
                 case LeaseLost():
                     self.lost[(event.ticket_id, event.attempt)] = event.reason
-        return []
 
 
 @dataclass(slots=True)

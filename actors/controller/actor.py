@@ -10,8 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import ray
@@ -20,52 +19,11 @@ import ray.util.metrics
 from actors import logs
 from actors.background import repeat
 from actors.controller import status as view
-from actors.controller.events import (
-    Admit,
-    Adopt,
-    Configure,
-    Effect,
-    Ended,
-    Event,
-    FrontendGone,
-    FrontendHeartbeat,
-    Join,
-    Leaving,
-    Log,
-    Lost,
-    PlatformSize,
-    Replace,
-    ReplicaHeartbeat,
-    ReplicaLeft,
-    ReplicaStarting,
-    Reply,
-    SetTarget,
-    Tick,
-    ToFrontend,
-    Transfer,
-    WantHandOver,
-    Withdraw,
-)
+from actors.controller.events import Effect, Event, FrontendGone, Log, Replace, Reply, Tick, ToFrontend, Withdraw
 from actors.controller.exports import Exporter
 from actors.controller.gc_tuning import tune_gc
 from actors.controller.machine import Machine
-from actors.messages import (
-    AdmitRequest,
-    Announcement,
-    Claim,
-    FrontendCommand,
-    FrontendReply,
-    HandOver,
-    Heartbeat,
-    HeartbeatReply,
-    Outcome,
-    Overloaded,
-    Role,
-    StagingStatus,
-    Ticket,
-    TransferEvent,
-    Verdict,
-)
+from actors.messages import FrontendCommand, FrontendHeartbeat, Join, ReplicaLeft, Request, T, TransferReport
 from cluster.metrics import Emitter
 from cluster.names import NAMESPACE, controller_actor, transfer_actor
 from cluster.spec import ClusterSpec
@@ -81,7 +39,7 @@ logger = logging.getLogger("pageferry.controller")
 
 
 class Controller:
-    """Run as a Ray actor; see `get_or_create`. Every method is typed by `actors.messages`."""
+    """Run as a Ray actor; see `get_or_create`. `call` takes the messages of `actors.messages`."""
 
     def __init__(self, application: str, spec_json: str, deployment: int) -> None:
         import ray.serve  # here: two threads that import it at once, later, find it half imported
@@ -101,60 +59,18 @@ class Controller:
         self._heard_at = time.monotonic()
         self._exporter = Exporter(Emitter(ray.util.metrics, application=application), time.time_ns())
 
-    # -- replicas
-
-    async def join(self, announcement: Announcement) -> HeartbeatReply:
-        """Raises `IncompatibleReplica` with both sides in the message."""
-        self._heard_at = time.monotonic()
-        reply: HeartbeatReply = await self._ask(lambda call_id: Join(call_id, announcement))
-        name, life = announcement.replica_id, announcement.incarnation
-        self._watch_process(name, ReplicaLeft(name, life, "has died"))
-        return reply
-
-    async def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
-        self._heard_at = time.monotonic()
-        reply: HeartbeatReply = await self._ask(lambda call_id: ReplicaHeartbeat(call_id, heartbeat))
-        return reply
-
-    async def replica_starting(self, replica_id: str, pool: Role) -> None:
-        """From a replica whose engine loads, every few seconds."""
-        self._heard_at = time.monotonic()
-        self._run(ReplicaStarting(replica_id, Role(pool)))
-
-    async def replica_leaving(self, replica_id: str) -> None:
-        """From the router: Serve is stopping this replica."""
-        self._run(Leaving(replica_id))
-
-    async def leave(self, replica_id: str, incarnation: int | None = None) -> None:
-        """A replica that has finished what it had says goodbye."""
-        self._run(ReplicaLeft(replica_id, incarnation))
-
-    async def transfer_report(self, status: StagingStatus, events: list[TransferEvent]) -> list[tuple[int, int]]:
-        """Returns (ticket_id, attempt) of leases to release. At least once: repeat a report that failed."""
-        dead: list[tuple[int, int]] = await self._ask(lambda call_id: Transfer(call_id, status, tuple(events)))
-        return dead
-
-    # -- frontends
-
-    async def frontend_heartbeat(self, frontend_id: str, live_tickets: Sequence[int], stamp: int = 0) -> FrontendReply:
-        """Orders for this frontend come with the reply; `known` False asks it to `adopt` every live ticket.
-
-        `stamp` is that of the last reply. With 0, a grant that got lost on its way is not noticed.
-        """
-        self._heard_at = time.monotonic()
-        reply: FrontendReply = await self._ask(
-            lambda call_id: FrontendHeartbeat(call_id, frontend_id, tuple(live_tickets), stamp)
-        )
-        self._watch_process(frontend_id, FrontendGone(frontend_id))
-        return msgspec.structs.replace(reply, orders=tuple(self._waiting_orders(frontend_id)))
-
-    async def configure(self, spec_json: str, deployment: int) -> None:
-        """From a frontend that meets a new life of this actor, which knows only what the first one was made with."""
-        self._run(Configure(ClusterSpec.model_validate_json(spec_json), deployment))
-
-    async def adopt(self, frontend_id: str, claims: Sequence[Claim]) -> int:
-        self._run(Adopt(frontend_id, tuple(claims)))
-        return self._machine.epoch
+    async def call(self, message: Request[T]) -> T:
+        """Every message of replicas, transfer actors and frontends. Raises `IncompatibleReplica` and `StepFailed`."""
+        if not isinstance(message, TransferReport):
+            self._heard_at = time.monotonic()  # a transfer actor outlives its application
+        answer = await self._ask(message)
+        if isinstance(message, Join):
+            name, life = message.announcement.replica_id, message.announcement.incarnation
+            self._watch_process(name, ReplicaLeft(name, life, "has died"))
+        elif isinstance(message, FrontendHeartbeat):
+            self._watch_process(message.frontend_id, FrontendGone(message.frontend_id))
+            answer = msgspec.structs.replace(answer, orders=tuple(self._waiting_orders(message.frontend_id)))
+        return cast(T, answer)
 
     async def orders(self, frontend_id: str, timeout_s: float = 10.0) -> list[FrontendCommand]:
         """Long poll for what else comes with the heartbeat's reply, without its delay."""
@@ -171,43 +87,6 @@ class Controller:
         queue = self._orders.get(frontend_id)
         return [] if queue is None else [queue.get_nowait() for _ in range(queue.qsize())]
 
-    async def admit(self, request: AdmitRequest) -> Ticket | Overloaded:
-        """Waits in the queue when there is no room. The same request_id asked twice gets the same ticket."""
-        answer: Ticket | Overloaded = await self._ask(lambda call_id: Admit(call_id, request))
-        return answer
-
-    async def hand_over(self, ticket_id: int, attempt: int, timeout_s: float) -> HandOver | Verdict:
-        """Waits for the seal. MISSING: it did not come, call `lost`. STALE: of an old attempt or an ended ticket."""
-        wait_ns = int(timeout_s * 1e9)
-        answer: HandOver | Verdict = await self._ask(lambda call_id: WantHandOver(call_id, ticket_id, attempt, wait_ns))
-        return answer
-
-    async def lost(
-        self,
-        ticket_id: int,
-        attempt: int,
-        role: Role,
-        replica_id: str,
-        reason: str,
-        num_output_tokens: int = 0,
-        request: AdmitRequest | None = None,
-        page_integrity: bool = False,
-    ) -> Ticket | Overloaded:
-        """The ticket with a new attempt and new replicas. `Overloaded`: it has failed, tell the client why.
-
-        `page_integrity`: the replica is not lost, it ended the request because a page was not its own.
-        """
-        answer: Ticket | Overloaded = await self._ask(
-            lambda call_id: Lost(
-                call_id, ticket_id, attempt, Role(role), replica_id, reason, num_output_tokens, request, page_integrity
-            )
-        )
-        return answer
-
-    async def ended(self, ticket_id: int, outcome: Outcome, num_output_tokens: int = 0) -> None:
-        """Idempotent."""
-        self._run(Ended(ticket_id, Outcome(outcome), num_output_tokens))
-
     # -- people
 
     async def status(self) -> dict[str, Any]:
@@ -218,28 +97,15 @@ class Controller:
         self._start()
         return view.audit(self._machine)
 
-    async def set_target(self, pool: Role, target: int, hold_s: float = 0.0) -> str:
-        """Scales by hand, in every mode; nothing is decided about the pool for `hold_s`. "" when taken, or why not."""
-        problem: str = await self._ask(lambda call_id: SetTarget(call_id, Role(pool), target, hold_s))
-        return problem
-
-    # -- Serve
-
-    async def platform_size(self, pool: Role, current: int, target: int) -> int | None:
-        """From Serve's autoscaling policy: what it holds. Returns what it should hold, None: as it is."""
-        self._heard_at = time.monotonic()
-        wanted: int | None = await self._ask(lambda call_id: PlatformSize(call_id, Role(pool), current, target))
-        return wanted
-
     # -- inside
 
-    async def _ask(self, make: Callable[[int], Event]) -> Any:
+    async def _ask(self, message: Request[Any]) -> Any:
         self._last_call += 1
         call_id = self._last_call
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._run(make(call_id))
+            self._run(message, call_id)
             return await future
         except asyncio.CancelledError:
             self._run(Withdraw(call_id))
@@ -247,9 +113,9 @@ class Controller:
         finally:
             self._calls.pop(call_id, None)
 
-    def _run(self, event: Event) -> None:
+    def _run(self, event: Event, call_id: int = 0) -> None:
         self._start()
-        for effect in self._machine.step(event, time.monotonic_ns()):
+        for effect in self._machine.step(event, time.monotonic_ns(), call_id):
             self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:

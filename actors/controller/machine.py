@@ -19,32 +19,17 @@ from actors.controller import compatibility
 from actors.controller.autoscale import Autoscaler
 from actors.controller.capacity import UNKNOWN_NS, Demand, Hold, Schedule, Short
 from actors.controller.events import (
-    Admit,
-    Adopt,
     CallId,
-    Configure,
     Effect,
-    Ended,
     Event,
     FrontendGone,
-    FrontendHeartbeat,
     IncompatibleReplica,
-    Join,
-    Leaving,
     Log,
-    Lost,
-    PlatformSize,
     Replace,
-    ReplicaHeartbeat,
-    ReplicaLeft,
-    ReplicaStarting,
     Reply,
-    SetTarget,
     StepFailed,
     Tick,
     ToFrontend,
-    Transfer,
-    WantHandOver,
     Withdraw,
 )
 from actors.controller.forecast import SECOND, Forecast, blocks_for
@@ -56,25 +41,40 @@ from actors.controller.selector import Choice, ReplicaSelector
 from actors.controller.ticket_state import HOLDS_LEASE, TicketEvent, TicketState
 from actors.messages import (
     AdmitRequest,
+    Adopt,
     Claim,
+    CommandKind,
+    Configure,
+    Ended,
     FrontendCommand,
+    FrontendHeartbeat,
     FrontendReply,
     HandOver,
-    Heartbeat,
     HeartbeatReply,
+    Join,
     LeaseLost,
     Occupancy,
     OpenedAt,
     Outcome,
     Overloaded,
+    PlatformSize,
     ReplicaEvent,
+    ReplicaEventKind,
+    ReplicaHeartbeat,
     ReplicaId,
+    ReplicaLeaving,
+    ReplicaLeft,
+    ReplicaLost,
+    ReplicaStarting,
     Role,
     Sealed,
+    SetTarget,
     Ticket,
     TicketId,
     TransferEvent,
+    TransferReport,
     Verdict,
+    WaitForHandOver,
 )
 from cluster.spec import ClusterSpec
 
@@ -91,6 +91,14 @@ BACKFILL_MAX = 8  # of these, behind the first that has no room
 SCHEDULE_EVERY_NS = SECOND // 2
 LEFT_REMEMBERED = 1_000
 SILENCED_REMEMBERED = 10_000
+NOTICES = (
+    ReplicaStarting,
+    ReplicaLeft,
+    ReplicaLeaving,
+    Adopt,
+    Configure,
+    Ended,
+)  # answered as soon as they are taken in
 OUTCOME_EVENT = {
     Outcome.DONE: TicketEvent.FINISH,
     Outcome.CANCELLED: TicketEvent.CANCEL,
@@ -149,21 +157,21 @@ class Machine(Tracked):
             LEFT_REMEMBERED
         )  # said goodbye: a late heartbeat brings none back
         self._out: list[Effect] = []
-        self._handlers: dict[type, Callable[[Any, int], None]] = {
+        self._handlers: dict[type, Callable[[Any, CallId, int], None]] = {
             Join: self._join,
-            ReplicaHeartbeat: self._beat,
-            Leaving: self._leaving,
-            ReplicaLeft: self._left,
-            FrontendHeartbeat: self._frontend_beat,
+            ReplicaHeartbeat: self._replica_heartbeat,
+            ReplicaLeaving: self._replica_leaving,
+            ReplicaLeft: self._replica_left,
+            FrontendHeartbeat: self._frontend_heartbeat,
             FrontendGone: self._frontend_gone,
             Adopt: self._adopt,
-            Transfer: self._transfer,
-            Admit: self._admit,
+            TransferReport: self._transfer_report,
+            AdmitRequest: self._admit,
             Withdraw: self._withdraw,
-            WantHandOver: self._want_hand_over,
-            Lost: self._lost,
+            WaitForHandOver: self._wait_for_hand_over,
+            ReplicaLost: self._replica_lost,
             Ended: self._ended,
-            ReplicaStarting: self._starting,
+            ReplicaStarting: self._replica_starting,
             PlatformSize: self._platform_size,
             SetTarget: self._set_target,
             Configure: self._configure,
@@ -180,15 +188,20 @@ class Machine(Tracked):
         self._hand_over_ns = int(spec.transfer.hand_over_s * SECOND)
         self._drain_ns = None if spec.scaling.drain_deadline_s is None else int(spec.scaling.drain_deadline_s * SECOND)
 
-    def step(self, event: Event, now_ns: int) -> list[Effect]:
+    def step(self, event: Event, now_ns: int, call_id: CallId = 0) -> list[Effect]:
+        """`call_id` is answered with one `Reply`, now or in a later step; 0: nobody waits for an answer."""
         self._out = []
         # Before anything that is in the mail is judged by the clock.
         if now_ns - self._ticked_ns >= max(PAUSE_NS, self._stale_ns // 2):
             self._attempt(self._shift_deadlines_after_stall, now_ns)
-        handled = self._attempt(self._handlers[type(event)], event, now_ns)
-        if handled is _FAILED and (call_id := getattr(event, "call_id", 0)):
+        if self._attempt(self._handle, event, call_id, now_ns) is _FAILED:
             self._reply(call_id, _step_failed(type(event).__name__))
         return self._out
+
+    def _handle(self, event: Event, call_id: CallId, now_ns: int) -> None:
+        self._handlers[type(event)](event, call_id, now_ns)
+        if isinstance(event, NOTICES):
+            self._reply(call_id, None)
 
     def _attempt(self, handler: Callable[..., Any], *args: Any) -> Any:
         """What `handler` returns; `_FAILED` when it raised: then all that it changed is undone, effects included."""
@@ -216,22 +229,23 @@ class Machine(Tracked):
         return self.started_ns + self._fence_ns + self._away_ns
 
     def _reply(self, call_id: CallId, value: Any) -> None:
-        self._out.append(Reply(call_id, value))
+        if call_id:
+            self._out.append(Reply(call_id, value))
 
     def _add(self, name: str, amount: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + amount
 
     # -- replicas
 
-    def _join(self, event: Join, now_ns: int) -> None:
+    def _join(self, event: Join, call_id: CallId, now_ns: int) -> None:
         new = event.announcement
         self._advance_epoch(new.tickets)
         known = self.registry.replicas.get(new.replica_id)
         if (new.replica_id, new.incarnation) in self._left_lives:
-            self._reply(event.call_id, HeartbeatReply(epoch=self.epoch, known=True, draining=True))
+            self._reply(call_id, HeartbeatReply(epoch=self.epoch, known=True, draining=True))
             return
         if known is not None and known.announcement.incarnation == new.incarnation:
-            self._reply(event.call_id, self._heartbeat_reply(known))
+            self._reply(call_id, self._heartbeat_reply(known))
             return
         try:
             # Pages never cross generations, so that a rolling change may bring another model in beside the old one.
@@ -241,7 +255,7 @@ class Machine(Tracked):
         except IncompatibleReplica as error:
             self._add("replicas_refused")
             self._out.append(Log(str(error)))
-            self._reply(event.call_id, error)
+            self._reply(call_id, error)
             return
         if known is not None:
             self._drop_replica(known, f"{new.replica_id} has restarted", now_ns)
@@ -258,27 +272,26 @@ class Machine(Tracked):
         self._out.append(Log(f"{new.role} replica {new.replica_id} joined with {new.blocks_total} blocks"))
         self.autoscaler.sizes.joined(new.role, new.replica_id, now_ns)
         self.chooser.refresh(replica)
-        self._reply(event.call_id, self._heartbeat_reply(replica))
+        self._reply(call_id, self._heartbeat_reply(replica))
         self._drain_queue(now_ns)
 
-    def _beat(self, event: ReplicaHeartbeat, now_ns: int) -> None:
-        beat: Heartbeat = event.heartbeat
-        replica = self.registry.replicas.get(beat.replica_id)
+    def _replica_heartbeat(self, event: ReplicaHeartbeat, call_id: CallId, now_ns: int) -> None:
+        beat, replica = event, self.registry.replicas.get(event.replica_id)
         if (beat.replica_id, beat.incarnation) in self._left_lives:
-            self._reply(event.call_id, HeartbeatReply(epoch=self.epoch, known=True, draining=True))
+            self._reply(call_id, HeartbeatReply(epoch=self.epoch, known=True, draining=True))
             return
         if replica is None or replica.announcement.incarnation != beat.incarnation:
-            self._reply(event.call_id, HeartbeatReply(epoch=self.epoch, known=False))
+            self._reply(call_id, HeartbeatReply(epoch=self.epoch, known=False))
             return
         if replica.fenced:
-            self._reply(event.call_id, self._heartbeat_reply(replica))
+            self._reply(call_id, self._heartbeat_reply(replica))
             return
         replica.heard_ns = now_ns
         replica.ready_ns = replica.ready_ns or now_ns
         replica.stale = False
         replica.occupancy = beat.occupancy
         replica.counters.update(beat.counters)
-        released = {thing.ticket_id for thing in beat.events if thing.kind == "released"}
+        released = {thing.ticket_id for thing in beat.events if thing.kind == ReplicaEventKind.RELEASED}
         for thing in beat.events:
             self._attempt(self._replica_event, replica, thing, thing.ticket_id in released, now_ns)
         if beat.pages_whole:
@@ -288,7 +301,7 @@ class Machine(Tracked):
         replica.unexplained = max(0, beat.occupancy.blocks_held - replica.landed)
         self._extend_overdue(replica, now_ns)
         self.chooser.refresh(replica)
-        self._reply(event.call_id, self._heartbeat_reply(replica))
+        self._reply(call_id, self._heartbeat_reply(replica))
         self._drain_queue(now_ns)
 
     def _heartbeat_reply(self, replica: Replica) -> HeartbeatReply:
@@ -304,21 +317,21 @@ class Machine(Tracked):
 
     def _replica_event(self, replica: Replica, thing: ReplicaEvent, gone: bool, now_ns: int) -> None:
         """`gone`: the same report says that the replica has released the ticket."""
-        if thing.kind == "tag_mismatch":
+        if thing.kind == ReplicaEventKind.TAG_MISMATCH:
             self._tag_mismatch(replica, thing, now_ns)
             return
-        if thing.kind in ("recomputed", "quarantined"):
+        if thing.kind in (ReplicaEventKind.RECOMPUTED, ReplicaEventKind.QUARANTINED):
             self._add(f"{thing.kind}_events")
             self._add(f"{thing.kind}_tokens", thing.num_tokens)
             return
-        if thing.kind == "prompt_computed":
+        if thing.kind == ReplicaEventKind.PROMPT_COMPUTED:
             known = self.registry.tickets.get(thing.ticket_id)
             if known is not None and replica.id == (known.ticket.prefill or known.ticket.decode):
                 self.chooser.prompt_computed(replica, known.hit_pages, known.hit_used, thing.num_tokens)
             return
-        if thing.kind not in ("prefill_started", "decode_started"):
+        if thing.kind not in (ReplicaEventKind.PREFILL_STARTED, ReplicaEventKind.DECODE_STARTED):
             return
-        prefill = thing.kind == "prefill_started"
+        prefill = thing.kind == ReplicaEventKind.PREFILL_STARTED
         live = self.registry.tickets.get(thing.ticket_id)
         if live is None:
             if not gone and not self._unclaimed(thing.ticket_id, now_ns):
@@ -350,14 +363,14 @@ class Machine(Tracked):
             growth = (reserved - live.reserved) * SECOND / longer  # from what it has now to what it may have then
             self.registry.forecast(live, reserved, growth, now_ns + longer)
 
-    def _leaving(self, event: Leaving, now_ns: int) -> None:
+    def _replica_leaving(self, event: ReplicaLeaving, call_id: CallId, now_ns: int) -> None:
         replica = self.registry.replicas.get(event.replica_id)
         if replica is not None and not replica.draining_since_ns:
             replica.draining_since_ns = now_ns
             self.chooser.refresh(replica)
             self._out.append(Log(f"{replica.id} is leaving with {len(replica.tickets)} tickets"))
 
-    def _left(self, event: ReplicaLeft, now_ns: int) -> None:
+    def _replica_left(self, event: ReplicaLeft, call_id: CallId, now_ns: int) -> None:
         replica = self.registry.replicas.get(event.replica_id)
         if replica is not None and event.incarnation in (None, replica.announcement.incarnation):
             self._left_lives[(replica.id, replica.announcement.incarnation)] = None
@@ -379,10 +392,10 @@ class Machine(Tracked):
         if live.wanted_by:
             self._reply(live.wanted_by, Verdict.MISSING)
             live.wanted_by = 0
-        self._order("lost", live, role, replica_id, reason, now_ns)
+        self._order(CommandKind.LOST, live, role, replica_id, reason, now_ns)
 
     def _order(
-        self, kind: str, live: TicketRecord, role: Role, replica_id: ReplicaId, reason: str, now_ns: int
+        self, kind: CommandKind, live: TicketRecord, role: Role, replica_id: ReplicaId, reason: str, now_ns: int
     ) -> None:
         """Asks the ticket's frontend to take it elsewhere; said again by `_resend_orders` until it does."""
         ticket = live.ticket
@@ -399,32 +412,30 @@ class Machine(Tracked):
 
     # -- admission
 
-    def _admit(self, event: Admit, now_ns: int) -> None:
-        request = event.request
+    def _admit(self, event: AdmitRequest, call_id: CallId, now_ns: int) -> None:
+        request = event
         self.frontends[request.frontend_id] = now_ns
         key = (request.frontend_id, request.request_id)
         if (ticket_id := self.registry.by_request.get(key)) is not None:  # asked twice
-            self._reply_placed_or_wait(self.registry.tickets[ticket_id], event.call_id)
+            self._reply_placed_or_wait(self.registry.tickets[ticket_id], call_id)
             return
         if key in self.registry.ended_requests:
-            self._reply(
-                event.call_id, Overloaded(reason=f"request {request.request_id} has ended already", retry_after_s=0)
-            )
+            self._reply(call_id, Overloaded(reason=f"request {request.request_id} has ended already", retry_after_s=0))
             return
         twin = next(
             (w for w in self.room if not w.ticket_id and (w.request.frontend_id, w.request.request_id) == key), None
         )
         if twin is not None:
-            twin.also.append(event.call_id)
+            twin.also.append(call_id)
             return
         output, block_tokens = self.forecast.output_tokens(request), self.spec.pools.decode.block_tokens
         self.forecast.asked(blocks_for(request, output, block_tokens))
         if not len(self.room) and isinstance(choice := self.chooser.choose(request, now_ns), Choice):
-            self._reply(event.call_id, self._issue(request, choice, now_ns))
+            self._reply(call_id, self._issue(request, choice, now_ns))
             return
         cost = request.num_prompt_tokens + output * request.num_sequences
         bound_ns = min(self._queue_ns, int(request.patience_s * SECOND) or self._queue_ns)
-        waiting = Waiting(event.call_id, request, now_ns, now_ns + bound_ns, cost)
+        waiting = Waiting(call_id, request, now_ns, now_ns + bound_ns, cost)
         self.room.put(waiting)
         self._drain_queue(now_ns)
         if waiting in self.room:
@@ -597,7 +608,7 @@ class Machine(Tracked):
             choice = self.chooser.choose(open_minded, now_ns, waiting.generation, hold)
         return choice
 
-    def _withdraw(self, event: Withdraw, now_ns: int) -> None:
+    def _withdraw(self, event: Withdraw, call_id: CallId, now_ns: int) -> None:
         waiting = self.room.leave(event.call_id)
         if waiting is not None and waiting.ticket_id:
             self._close(self.registry.tickets[waiting.ticket_id], Outcome.CANCELLED, now_ns)
@@ -606,34 +617,34 @@ class Machine(Tracked):
 
     # -- hand-over
 
-    def _want_hand_over(self, event: WantHandOver, now_ns: int) -> None:
+    def _wait_for_hand_over(self, event: WaitForHandOver, call_id: CallId, now_ns: int) -> None:
         self._advance_epoch((event.ticket_id,))
         live = self.registry.tickets.get(event.ticket_id)
         if live is None:
             if not self._unclaimed(event.ticket_id, now_ns):
-                self._reply(event.call_id, Verdict.STALE)
+                self._reply(call_id, Verdict.STALE)
                 return
             sealed = self._seals.get(event.ticket_id)
             if sealed is not None and sealed.seal.attempt == event.attempt:
-                self._reply(event.call_id, self._hand_over(sealed, self._hand_over_ns))
+                self._reply(call_id, self._hand_over(sealed, self._hand_over_ns))
                 return
             if (former := self._early.get(event.ticket_id)) is not None:
                 self._reply(former[0], Verdict.STALE)
-            self._early[event.ticket_id] = (event.call_id, event.attempt)
+            self._early[event.ticket_id] = (call_id, event.attempt)
         elif event.attempt != live.ticket.attempt or live.state in LANDED - {TicketState.MOVING}:
-            self._reply(event.call_id, Verdict.STALE)
+            self._reply(call_id, Verdict.STALE)
             return
         elif live.lost is not None and live.hand_over is None:
-            self._reply(event.call_id, Verdict.MISSING)
+            self._reply(call_id, Verdict.MISSING)
             return
         else:
             if live.wanted_by:
                 self._reply(live.wanted_by, Verdict.STALE)
-            live.wanted_by = event.call_id
+            live.wanted_by = call_id
             if live.hand_over is not None:
                 self._give_hand_over(live, now_ns)
                 return
-        insort(self._deadlines, (now_ns + event.timeout_ns, event.call_id, event.ticket_id))
+        insort(self._deadlines, (now_ns + int(event.timeout_s * SECOND), call_id, event.ticket_id))
 
     def _give_hand_over(self, live: TicketRecord, now_ns: int) -> None:
         assert live.hand_over is not None
@@ -649,7 +660,7 @@ class Machine(Tracked):
             ticket_id=seal.ticket_id, attempt=seal.attempt, seal=seal, lease=lease, deadline_s=remaining_ns / SECOND
         )
 
-    def _transfer(self, event: Transfer, now_ns: int) -> None:
+    def _transfer_report(self, event: TransferReport, call_id: CallId, now_ns: int) -> None:
         status = event.status
         node = self.registry.nodes.get(status.node_id)
         if node is None:
@@ -664,7 +675,7 @@ class Machine(Tracked):
         dead = dict.fromkeys(node.release)
         dead |= {key: None for key in status.held if self._dead(key, now_ns)}
         node.release.clear()
-        self._reply(event.call_id, list(dead))
+        self._reply(call_id, list(dead))
         if event.events:  # prefill and staging may have room again
             self._drain_queue(now_ns)
 
@@ -763,14 +774,14 @@ class Machine(Tracked):
 
     # -- losses and ends
 
-    def _lost(self, event: Lost, now_ns: int) -> None:
+    def _replica_lost(self, event: ReplicaLost, call_id: CallId, now_ns: int) -> None:
         self._advance_epoch((event.ticket_id,))
         live = self.registry.tickets.get(event.ticket_id)
         if live is None:
-            self._lost_unknown(event, now_ns)
+            self._lost_unknown(event, call_id, now_ns)
             return
         if event.attempt < live.ticket.attempt or (live.decode_at is None and self._waits(live)):
-            self._reply_placed_or_wait(live, event.call_id)  # told twice
+            self._reply_placed_or_wait(live, call_id)  # told twice
             return
         self._add("page_integrity_retries" if event.page_integrity else f"lost_{event.role}")
         suspect = self.registry.replicas.get(event.replica_id)
@@ -780,16 +791,15 @@ class Machine(Tracked):
         if live.ticket.attempt >= ATTEMPTS_MAX:
             self._close(live, Outcome.FAILED, now_ns)
             self._reply(
-                event.call_id,
-                Overloaded(reason=f"gave up after {ATTEMPTS_MAX} attempts: {event.reason}", retry_after_s=1),
+                call_id, Overloaded(reason=f"gave up after {ATTEMPTS_MAX} attempts: {event.reason}", retry_after_s=1)
             )
             return
-        self._retry(live, event, now_ns)
+        self._retry(live, event, call_id, now_ns)
 
     def _waits(self, live: TicketRecord) -> bool:
         return any(waiting.ticket_id == live.ticket.ticket_id for waiting in self.room)
 
-    def _retry(self, live: TicketRecord, event: Lost, now_ns: int) -> None:
+    def _retry(self, live: TicketRecord, event: ReplicaLost, call_id: CallId, now_ns: int) -> None:
         places = (live.decode_at, live.prefill_at)
         for place in places:
             if place is not None:
@@ -819,7 +829,7 @@ class Machine(Tracked):
         )
         # The old attempt is void from here on, also while the ticket waits for its new place.
         live.ticket = msgspec.structs.replace(live.ticket, attempt=live.ticket.attempt + 1, epoch=self.epoch)
-        self._wait_again(live, event.call_id, now_ns)
+        self._wait_again(live, call_id, now_ns)
 
     def _wait_again(self, live: TicketRecord, call_id: CallId, now_ns: int) -> None:
         generation = (live.generation or None) if live.num_output_tokens else None
@@ -837,14 +847,14 @@ class Machine(Tracked):
         self._add("retried")
         return live.ticket
 
-    def _lost_unknown(self, event: Lost, now_ns: int) -> None:
+    def _lost_unknown(self, event: ReplicaLost, call_id: CallId, now_ns: int) -> None:
         if event.request is not None and self._presumed_dead.pop(event.ticket_id, None) is not None:
             self._add("revived")
             self.registry.reopen(event.ticket_id, (event.request.frontend_id, event.request.request_id))
         outcome = self.registry.ended.get(event.ticket_id)
         if event.request is None or outcome is not None:
             ended = f"has ended as {outcome}" if outcome else "is not known here"
-            self._reply(event.call_id, Overloaded(reason=f"ticket {event.ticket_id} {ended}", retry_after_s=0))
+            self._reply(call_id, Overloaded(reason=f"ticket {event.ticket_id} {ended}", retry_after_s=0))
             return
         ticket = Ticket(
             ticket_id=event.ticket_id,
@@ -857,11 +867,11 @@ class Machine(Tracked):
         )
         self._claim(Claim(ticket=ticket, request=event.request, num_output_tokens=event.num_output_tokens), now_ns)
         if event.ticket_id in self.registry.tickets:
-            self._lost(event, now_ns)
+            self._replica_lost(event, call_id, now_ns)
         else:
-            self._reply(event.call_id, Overloaded(reason="the request has another ticket", retry_after_s=0))
+            self._reply(call_id, Overloaded(reason="the request has another ticket", retry_after_s=0))
 
-    def _ended(self, event: Ended, now_ns: int) -> None:
+    def _ended(self, event: Ended, call_id: CallId, now_ns: int) -> None:
         live = self.registry.tickets.get(event.ticket_id)
         if live is None:
             self._add("ended_absorbed")
@@ -897,7 +907,7 @@ class Machine(Tracked):
 
     # -- frontends
 
-    def _frontend_beat(self, event: FrontendHeartbeat, now_ns: int) -> None:
+    def _frontend_heartbeat(self, event: FrontendHeartbeat, call_id: CallId, now_ns: int) -> None:
         self.frontends[event.frontend_id] = now_ns
         known = True
         self._advance_epoch(event.live_tickets)
@@ -910,7 +920,7 @@ class Machine(Tracked):
             elif (ticket := self._presumed_dead.get(ticket_id)) is not None:  # a false alarm: it may go on elsewhere
                 reason = "nobody claimed it for too long"
                 order = FrontendCommand(
-                    kind="lost",
+                    kind=CommandKind.LOST,
                     ticket_id=ticket_id,
                     attempt=ticket.attempt,
                     replica_id=ticket.decode,
@@ -919,7 +929,9 @@ class Machine(Tracked):
                 self._out.append(ToFrontend(event.frontend_id, order))
             elif outcome is not Outcome.DONE:  # a frontend that has finished it knows that by itself
                 reason = f"the controller has {outcome} it" if outcome else "the controller does not know it"
-                order = FrontendCommand(kind="cancelled", ticket_id=ticket_id, attempt=ATTEMPTS_MAX, reason=reason)
+                order = FrontendCommand(
+                    kind=CommandKind.CANCELLED, ticket_id=ticket_id, attempt=ATTEMPTS_MAX, reason=reason
+                )
                 self._out.append(ToFrontend(event.frontend_id, order))
         for ticket_id in sorted(self.registry.by_frontend.get(event.frontend_id, set()).difference(event.live_tickets)):
             live = self.registry.tickets[ticket_id]
@@ -933,9 +945,9 @@ class Machine(Tracked):
                 self._add("unclaimed_tickets")
                 self._suspect(live.ticket)
                 self._close(live, Outcome.CANCELLED, now_ns)
-        self._reply(event.call_id, FrontendReply(epoch=self.epoch, known=known, stamp=now_ns))
+        self._reply(call_id, FrontendReply(epoch=self.epoch, known=known, stamp=now_ns))
 
-    def _adopt(self, event: Adopt, now_ns: int) -> None:
+    def _adopt(self, event: Adopt, call_id: CallId, now_ns: int) -> None:
         self.frontends[event.frontend_id] = now_ns
         for claim in event.claims:
             known = self.registry.tickets.get(claim.ticket.ticket_id)
@@ -950,7 +962,9 @@ class Machine(Tracked):
         outcome = self.registry.ended.get(ticket_id)
         if outcome is not None or (ticket.frontend_id, ticket.request_id) in self.registry.by_request:
             reason = f"it has ended as {outcome}" if outcome else "its request has another ticket"
-            order = FrontendCommand(kind="cancelled", ticket_id=ticket_id, attempt=ticket.attempt, reason=reason)
+            order = FrontendCommand(
+                kind=CommandKind.CANCELLED, ticket_id=ticket_id, attempt=ticket.attempt, reason=reason
+            )
             self._out.append(ToFrontend(ticket.frontend_id, order))
             return
         live = TicketRecord(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns + self._hand_over_ns)
@@ -986,7 +1000,7 @@ class Machine(Tracked):
 
     # -- time
 
-    def _tick(self, event: Tick, now_ns: int) -> None:
+    def _tick(self, event: Tick, call_id: CallId, now_ns: int) -> None:
         self._ticked_ns = now_ns
         for replica in list(self.registry.replicas.values()):
             self._attempt(self._watch, replica, now_ns)
@@ -1068,9 +1082,9 @@ class Machine(Tracked):
             for ticket_id in sorted(replica.tickets):
                 live = self.registry.tickets[ticket_id]
                 if live.lost is None:
-                    self._order("move", live, replica.role, replica.id, f"{replica.id} is leaving", now_ns)
+                    self._order(CommandKind.MOVE, live, replica.role, replica.id, f"{replica.id} is leaving", now_ns)
 
-    def _frontend_gone(self, event: FrontendGone, now_ns: int) -> None:
+    def _frontend_gone(self, event: FrontendGone, call_id: CallId, now_ns: int) -> None:
         self._frontend_silent(event.frontend_id, "is gone", now_ns)
 
     def _frontend_silent(self, frontend_id: str, why: str, now_ns: int) -> None:
@@ -1134,22 +1148,22 @@ class Machine(Tracked):
 
     # -- scaling
 
-    def _starting(self, event: ReplicaStarting, now_ns: int) -> None:
+    def _replica_starting(self, event: ReplicaStarting, call_id: CallId, now_ns: int) -> None:
         if event.replica_id not in self.registry.replicas:
             self.autoscaler.sizes.starting(event.pool, event.replica_id, now_ns)
 
-    def _platform_size(self, event: PlatformSize, now_ns: int) -> None:
+    def _platform_size(self, event: PlatformSize, call_id: CallId, now_ns: int) -> None:
         wanted, line = self.autoscaler.sizes.hear(event.pool, event.current, event.target, now_ns)
         if line:
             self._out.append(Log(line))
-        self._reply(event.call_id, wanted)
+        self._reply(call_id, wanted)
 
-    def _set_target(self, event: SetTarget, now_ns: int) -> None:
+    def _set_target(self, event: SetTarget, call_id: CallId, now_ns: int) -> None:
         problem = self.autoscaler.set_by_hand(event.pool, event.target, event.hold_s, now_ns)
         self._out.append(Log(f"{event.pool} set to {event.target} by hand: {problem or 'taken'}"))
-        self._reply(event.call_id, problem)
+        self._reply(call_id, problem)
 
-    def _configure(self, event: Configure, now_ns: int) -> None:
+    def _configure(self, event: Configure, call_id: CallId, now_ns: int) -> None:
         if event.deployment < self.deployment:
             return  # of a frontend that is being replaced
         self.deployment = event.deployment

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from actors.messages import PlatformSize, Role
 from cluster.names import NAMESPACE, controller_actor
 
 logger = logging.getLogger("ray.serve")
@@ -62,4 +63,4 @@ class FollowController:
             self._looked_at = now
             self._actor = ray.get_actor(controller_actor(application), namespace=NAMESPACE)
         self._asked_at = now
-        self._question = self._actor.platform_size.remote(self._pool, current, target)
+        self._question = self._actor.call.remote(PlatformSize(Role(self._pool), current, target))

@@ -14,7 +14,7 @@ from actors import logs
 from actors.controller.actor import get_or_create
 from actors.engine.config import set_environment
 from actors.engine.server import DecodeServer, PrefillServer
-from actors.messages import Announcement, HandOver, PrefillDone, Role, Ticket
+from actors.messages import Announcement, HandOver, PrefillDone, ReplicaStarting, Role, Ticket
 from actors.transfer import actor as transfer_shell
 from cluster.spec import ClusterSpec
 
@@ -42,9 +42,9 @@ class _Place:
         def announce() -> None:
             while not loaded.wait(ANNOUNCE_EVERY_S):
                 with contextlib.suppress(Exception):  # the controller is away: said again soon
-                    self.controller().replica_starting.remote(self._replica_id, self._role)
+                    self.controller().call.remote(ReplicaStarting(self._replica_id, self._role))
 
-        self.controller().replica_starting.remote(self._replica_id, self._role)
+        self.controller().call.remote(ReplicaStarting(self._replica_id, self._role))
         thread = threading.Thread(target=announce, daemon=True)
         thread.start()
         try:

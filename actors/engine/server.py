@@ -27,13 +27,16 @@ from actors.messages import (
     PAGE_INTEGRITY,
     Announcement,
     HandOver,
-    Heartbeat,
     HeartbeatReply,
+    Join,
     Lease,
     Occupancy,
     PageDelta,
     PrefillDone,
     ReplicaEvent,
+    ReplicaEventKind,
+    ReplicaHeartbeat,
+    ReplicaLeft,
     Role,
     Ticket,
     Verdict,
@@ -155,7 +158,7 @@ class EngineServer:
         self.fingerprint = fingerprint(self.config, tokenizer_path(self.spec, self.role))
         self.controller = self._get_controller()
         self._stats = await self.core.call_utility_async("pageferry_scheduler")
-        await self.controller.join.remote(self.announcement())
+        await self.controller.call.remote(Join(self.announcement()))
         self._tasks.append(asyncio.create_task(self._heartbeat_loop()))
 
     async def check_health(self) -> None:
@@ -262,14 +265,16 @@ class EngineServer:
     async def say_goodbye(self) -> None:
         """The controller gives no more tickets to this life of the replica. What it did not hear, silence tells it."""
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self.controller.leave.remote(self.replica_id, self.incarnation), GOODBYE_S)
+            await asyncio.wait_for(
+                self.controller.call.remote(ReplicaLeft(self.replica_id, self.incarnation)), GOODBYE_S
+            )
 
     def _on_outputs(self, outputs: Any) -> None:
         raise NotImplementedError
 
     # -- controller
 
-    def _event(self, kind: str, live: InFlight | None = None, request_id: str = "", **more: Any) -> None:
+    def _event(self, kind: ReplicaEventKind, live: InFlight | None = None, request_id: str = "", **more: Any) -> None:
         ticket_id = live.ticket.ticket_id if live else 0
         self._events.append(ReplicaEvent(kind=kind, ticket_id=ticket_id, request_id=request_id, **more))
 
@@ -315,7 +320,7 @@ class EngineServer:
             live, ticket_id = self._live.get(request_id), self._condemned.pop(request_id, 0)
             self._events.append(
                 ReplicaEvent(
-                    kind="tag_mismatch",
+                    kind=ReplicaEventKind.TAG_MISMATCH,
                     ticket_id=live.ticket.ticket_id if live else ticket_id,
                     request_id=request_id,
                     position=verdict["position"],
@@ -333,7 +338,7 @@ class EngineServer:
         events, self._events = self._events, []
         pages, self._pages = self._pages, ()
         whole, self._pages_whole = self._pages_whole, False
-        heartbeat = Heartbeat(
+        heartbeat = ReplicaHeartbeat(
             replica_id=self.replica_id,
             incarnation=self.incarnation,
             occupancy=self.occupancy(),
@@ -343,10 +348,10 @@ class EngineServer:
             counters={name: float(value) for name, value in self._stats["counters"].items()} | self._engine.totals(),
         )
         try:
-            reply: HeartbeatReply = await self.controller.heartbeat.remote(heartbeat)
+            reply: HeartbeatReply = await self.controller.call.remote(heartbeat)
             if not reply.known:
                 self._tell_all_pages = True
-                await self.controller.join.remote(self.announcement())
+                await self.controller.call.remote(Join(self.announcement()))
             if reply.fenced:
                 # Its tickets are elsewhere by now.
                 await self._abort(list(self._live))
@@ -396,7 +401,7 @@ class EngineServer:
             if live.in_engine:
                 in_engine.append(request_id)
                 self._live.pop(request_id, None)
-                self._event("released", live, request_id)
+                self._event(ReplicaEventKind.RELEASED, live, request_id)
                 if live.done is not None and not live.done.done():
                     live.done.cancel()
         if in_engine:
@@ -489,7 +494,7 @@ class PrefillServer(EngineServer):
         try:
             await self.core.add_request_async(request)
             live.in_engine = True
-            self._event("prefill_started", live, ticket.request_id)
+            self._event(ReplicaEventKind.PREFILL_STARTED, live, ticket.request_id)
             output, outputs = await live.done
         except asyncio.CancelledError:
             if live.in_engine:
@@ -504,13 +509,13 @@ class PrefillServer(EngineServer):
             raise
         finally:
             self._live.pop(request.request_id, None)
-            self._event("released", live, ticket.request_id)
+            self._event(ReplicaEventKind.RELEASED, live, ticket.request_id)
         if str(output.finish_reason) not in ("length", "stop"):
             await self._tell_transfer("release", [key])
             raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
         stats = output.prefill_stats
         if stats is not None:
-            self._event("prompt_computed", live, ticket.request_id, num_tokens=stats.num_cached_tokens)
+            self._event(ReplicaEventKind.PROMPT_COMPUTED, live, ticket.request_id, num_tokens=stats.num_cached_tokens)
         if str(output.finish_reason) == "length" and num_tokens + 1 < self.config.model_config.max_model_len:
             output.finish_reason = None  # this engine was asked for one token; for its client the request goes on
         return PrefillDone(
@@ -552,7 +557,9 @@ class DecodeServer(EngineServer):
                 if isinstance(lease, Verdict):
                     # The bytes are not to be had; decode computes the prompt itself.
                     tokens = len(request.prompt_token_ids or ())
-                    self._event("recomputed", live, ticket.request_id, num_tokens=tokens, detail=str(lease))
+                    self._event(
+                        ReplicaEventKind.RECOMPUTED, live, ticket.request_id, num_tokens=tokens, detail=str(lease)
+                    )
                 elif live.aborted:
                     await self._tell_transfer("drop_reader", ticket.ticket_id, ticket.attempt, self.engines)
                 elif request.sampling_params is not None:
@@ -624,14 +631,14 @@ class DecodeServer(EngineServer):
             self._totals.tokens_generated += len(output.new_token_ids)
             if not live.started and output.new_token_ids:
                 live.started = True
-                self._event("decode_started", live, live.ticket.request_id)
+                self._event(ReplicaEventKind.DECODE_STARTED, live, live.ticket.request_id)
                 if output.prefill_stats is not None and live.ticket.prefill is None:
                     cached = output.prefill_stats.num_cached_tokens
-                    self._event("prompt_computed", live, live.ticket.request_id, num_tokens=cached)
+                    self._event(ReplicaEventKind.PROMPT_COMPUTED, live, live.ticket.request_id, num_tokens=cached)
             self._condemn(output, live)
             if output.finish_reason is not None:
                 del self._live[output.request_id]
-                self._event("released", live, live.ticket.request_id)
+                self._event(ReplicaEventKind.RELEASED, live, live.ticket.request_id)
         # Not the scheduler's statistics: they are this replica's, not a frontend's; the heartbeat has their totals.
         for frontend_id, queue in self._streams.items():
             if share := mine.get(frontend_id):

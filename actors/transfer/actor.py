@@ -20,7 +20,18 @@ import numpy.typing as npt
 import ray
 
 from actors import logs
-from actors.messages import HandOver, Lease, LeaseLost, Opened, OpenedAt, Sealed, StagingStatus, TransferEvent, Verdict
+from actors.messages import (
+    HandOver,
+    Lease,
+    LeaseLost,
+    Opened,
+    OpenedAt,
+    Sealed,
+    StagingStatus,
+    TransferEvent,
+    TransferReport,
+    Verdict,
+)
 from actors.transfer.channel import (
     ChannelError,
     Hello,
@@ -332,7 +343,7 @@ class KVTransfer:
             try:
                 if self._controller is None:
                     self._controller = ray.get_actor(controller_actor(self._application), namespace=NAMESPACE)
-                stale = await self._controller.transfer_report.remote(self.status(), events)
+                stale = await self._controller.call.remote(TransferReport(self.status(), tuple(events)))
                 self._orphan_since = 0.0
             except (ValueError, ray.exceptions.RayError) as error:
                 # Nothing is lost: what could not be told is told again when the controller is back. It may be a new

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from actors.messages import PAGE_INTEGRITY, HandOver, Outcome, ReplicaId, Ticket, Verdict
+from actors.messages import PAGE_INTEGRITY, HandOver, Outcome, ReplicaId, Ticket, Verdict, WaitForHandOver
 from app.api.errors import to_exception
 from app.request import eligibility, state
 from app.request.context import Caller, detached
@@ -278,7 +278,7 @@ class RequestDriver:
         self.emitted.cached_tokens = None
         # Asked for now, so that the answer is on its way the moment the last page is sealed.
         self._hand_over = asyncio.ensure_future(
-            self.client.controller.hand_over(ticket.ticket_id, ticket.attempt, ticket.deadline_s)
+            self.client.controller.call(WaitForHandOver(ticket.ticket_id, ticket.attempt, ticket.deadline_s))
         )
         request = self._now()
         samples = self.group.num_sequences == 1 and eligibility.samples_at_prefill(request, self._state.recovery)

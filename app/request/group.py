@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from actors.messages import AdmitRequest, Claim, Outcome, Overloaded, Ticket
+from actors.messages import AdmitRequest, Claim, Ended, Outcome, Overloaded, ReplicaLost, Ticket
 from app.request.state import Admitted, Event, Refused, ReportLost
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class SequenceGroup:
     async def admit(self, run: RequestDriver, request: AdmitRequest, controller: ControllerPort) -> Admitted | Refused:
         if not self._answers:
             self.request = request
-            self._answers[0] = asyncio.ensure_future(controller.admit(request))
+            self._answers[0] = asyncio.ensure_future(controller.call(request))
         return await self._answer(run)
 
     async def lost(self, run: RequestDriver, report: ReportLost, controller: ControllerPort) -> Admitted | Refused:
@@ -84,16 +84,17 @@ class SequenceGroup:
         assert self.request is not None
         attempt = report.ticket.attempt
         if attempt not in self._answers:
-            call = controller.lost(
-                report.ticket,
-                report.role,
-                report.replica_id,
-                report.reason,
-                self.num_output_tokens,
-                self.request,
-                report.page_integrity,
+            lost = ReplicaLost(
+                ticket_id=report.ticket.ticket_id,
+                attempt=attempt,
+                role=report.role,
+                replica_id=report.replica_id,
+                reason=report.reason,
+                num_output_tokens=self.num_output_tokens,
+                request=self.request,
+                page_integrity=report.page_integrity,
             )
-            self._answers[attempt] = asyncio.ensure_future(call)
+            self._answers[attempt] = asyncio.ensure_future(controller.call(lost))
         answer = await self._answer(run)
         # The old attempt is void for all: who still follows it, or decodes under it, must come here as well.
         for sibling in list(self.members.values()):
@@ -155,4 +156,4 @@ class SequenceGroup:
             if isinstance(found, Ticket):
                 self.ticket = self.ticket or found
         if self.ticket is not None:
-            await controller.ended(self.ticket.ticket_id, self._outcome, self._num_output_tokens)
+            await controller.call(Ended(self.ticket.ticket_id, self._outcome, self._num_output_tokens))

@@ -10,30 +10,38 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from actors.messages import Claim, FrontendCommand, FrontendReply, ReplicaId, TicketId
+from actors.messages import (
+    Adopt,
+    Claim,
+    Configure,
+    FrontendCommand,
+    FrontendHeartbeat,
+    ReplicaId,
+    ReplicaLeaving,
+    Request,
+    T,
+    TicketId,
+)
 
 logger = logging.getLogger("pageferry.frontend")
 
 HEARTBEAT_EVERY_S = 1.0
+PATIENCE_S = 1.0  # a loop comes round again: it does not wait long for a controller that is away
 ORDERS_S = 10.0  # how long one call for orders waits at the controller
 
 
 class Controller(Protocol):
-    async def heartbeat(self, live_tickets: tuple[TicketId, ...]) -> FrontendReply: ...
-
-    async def configure(self, spec_json: str) -> None: ...
-
-    async def adopt(self, claims: tuple[Claim, ...]) -> None: ...
+    async def call(self, message: Request[T], patience_s: float = ...) -> T: ...
 
     async def orders(self, timeout_s: float) -> list[FrontendCommand]: ...
-
-    async def replica_leaving(self, replica_id: ReplicaId) -> None: ...
 
     def restart(self) -> None: ...
 
 
 class Tickets(Protocol):
     """The engine core client, as far as the controller is concerned."""
+
+    frontend_id: str
 
     def live_tickets(self) -> tuple[TicketId, ...]: ...
 
@@ -47,10 +55,11 @@ class Tickets(Protocol):
 class ControllerLoops:
     """`hung_s`: a controller that does not answer for so long is started again."""
 
-    def __init__(self, controller: Controller, tickets: Tickets, spec_json: str, hung_s: float) -> None:
+    def __init__(self, controller: Controller, tickets: Tickets, configuration: Configure, hung_s: float) -> None:
         self._controller = controller
         self._tickets = tickets
-        self._spec_json = spec_json
+        self._configuration = configuration
+        self._stamp = 0  # of the last heartbeat's reply: says what we knew when we sent the next one
         self._hung_s = hung_s
         self._epoch = 0  # of the controller that has our configuration
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -97,12 +106,14 @@ class ControllerLoops:
         """Says which tickets live here; a controller that has come back asks for all that is known of them."""
         try:
             async with asyncio.timeout(self._hung_s):
-                reply = await self._controller.heartbeat(self._tickets.live_tickets())
+                heartbeat = FrontendHeartbeat(self._tickets.frontend_id, self._tickets.live_tickets(), self._stamp)
+                reply = await self._controller.call(heartbeat, PATIENCE_S)
+                self._stamp = reply.stamp
                 if reply.epoch != self._epoch:
-                    await self._controller.configure(self._spec_json)
+                    await self._controller.call(self._configuration, PATIENCE_S)
                     self._epoch = reply.epoch
                 if not reply.known:
-                    await self._controller.adopt(self._tickets.claims())
+                    await self._controller.call(Adopt(self._tickets.frontend_id, self._tickets.claims()))
         except TimeoutError:
             logger.error("the controller has not answered for %g s: it is started again", self._hung_s)
             self._controller.restart()
@@ -127,7 +138,7 @@ class ControllerLoops:
         for replica_id in replicas:
             try:
                 async with asyncio.timeout(self._hung_s):
-                    await self._controller.replica_leaving(replica_id)
+                    await self._controller.call(ReplicaLeaving(replica_id))
             except Exception as error:
                 logger.warning("controller, replica_leaving: %s: %s", type(error).__name__, error)
             self._tickets.replica_leaving(replica_id)

@@ -8,18 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from actors.messages import (
-    AdmitRequest,
-    HandOver,
-    Outcome,
-    Overloaded,
-    PrefillDone,
-    ReplicaId,
-    Role,
-    Ticket,
-    TicketId,
-    Verdict,
-)
+from actors.messages import HandOver, PrefillDone, ReplicaId, Request, T, Ticket
 
 
 class ReplicaGone(Exception):
@@ -35,24 +24,9 @@ class ControllerGone(Exception):
 
 
 class ControllerPort(Protocol):
-    async def admit(self, request: AdmitRequest) -> Ticket | Overloaded: ...
-
-    async def hand_over(self, ticket_id: TicketId, attempt: int, timeout_s: float) -> HandOver | Verdict: ...
-
-    async def lost(
-        self,
-        ticket: Ticket,
-        role: Role,
-        replica_id: ReplicaId,
-        reason: str,
-        num_output_tokens: int,
-        request: AdmitRequest,
-        page_integrity: bool = False,
-    ) -> Ticket | Overloaded:
-        """`page_integrity`: the replica is not lost, it ended the request because a page was not its own."""
+    async def call(self, message: Request[T]) -> T:
+        """The controller's answer. Raises `ControllerGone`, or `StepFailed` when it could not handle the message."""
         ...
-
-    async def ended(self, ticket_id: TicketId, outcome: Outcome, num_output_tokens: int) -> None: ...
 
 
 class PrefillPort(Protocol):

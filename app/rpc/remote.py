@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextvars import Context
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
@@ -14,18 +14,16 @@ from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from actors.controller.events import StepFailed
 from actors.messages import (
     AdmitRequest,
-    Claim,
+    Ended,
     FrontendCommand,
-    FrontendReply,
     HandOver,
     Outcome,
     Overloaded,
     PrefillDone,
     ReplicaId,
-    Role,
+    Request,
+    T,
     Ticket,
-    TicketId,
-    Verdict,
 )
 from app.rpc import directory
 from app.rpc.ports import ControllerGone, ReplicaGone
@@ -40,15 +38,11 @@ CONTROLLER_AWAY_S = 15.0  # a controller that died is back in a few seconds; req
 class RemoteController:
     """Calls that find the controller away look it up again and repeat; every one of them is idempotent."""
 
-    def __init__(
-        self, find: Callable[[], Any], frontend_id: str, cancel: Callable[[Any], None] = ray.cancel, deployment: int = 0
-    ) -> None:
+    def __init__(self, find: Callable[[], Any], frontend_id: str, cancel: Callable[[Any], None] = ray.cancel) -> None:
         self._find = find
         self._cancel = cancel  # what ends a call under way
         self._actor: Any = None
         self._frontend_id = frontend_id
-        self._deployment = deployment  # number of the configuration that `configure` hands over
-        self._stamp = 0  # of the last heartbeat's reply: tells the controller what we knew when we sent the next one
         self._lost_calls: set[asyncio.Task[None]] = set()
 
     async def _call(self, method: str, *args: Any, patience_s: float = CONTROLLER_AWAY_S) -> Any:
@@ -78,9 +72,15 @@ class RemoteController:
             self._cancel(ref)
             raise
 
-    async def admit(self, request: AdmitRequest) -> Ticket | Overloaded:
+    async def call(self, message: Request[T], patience_s: float = CONTROLLER_AWAY_S) -> T:
+        """`patience_s`: how long it waits for a controller that is away before it raises `ControllerGone`."""
+        if isinstance(message, AdmitRequest):
+            return cast(T, await self._admit(message))
+        return cast(T, await self._call("call", message, patience_s=patience_s))
+
+    async def _admit(self, request: AdmitRequest) -> Ticket | Overloaded:
         """A caller that leaves withdraws the request; a ticket granted in that moment is given back."""
-        call = asyncio.ensure_future(self._call("admit", request))
+        call = asyncio.ensure_future(self._call("call", request))
         try:
             answer: Ticket | Overloaded = await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -100,35 +100,7 @@ class RemoteController:
         except (asyncio.CancelledError, Exception):
             return
         if isinstance(answer, Ticket):
-            await self.ended(answer.ticket_id, Outcome.CANCELLED, 0)
-
-    async def hand_over(self, ticket_id: TicketId, attempt: int, timeout_s: float) -> HandOver | Verdict:
-        answer: HandOver | Verdict = await self._call("hand_over", ticket_id, attempt, timeout_s)
-        return answer
-
-    async def lost(
-        self,
-        ticket: Ticket,
-        role: Role,
-        replica_id: ReplicaId,
-        reason: str,
-        num_output_tokens: int,
-        request: AdmitRequest,
-        page_integrity: bool = False,
-    ) -> Ticket | Overloaded:
-        told = (ticket.ticket_id, ticket.attempt, role, replica_id, reason, num_output_tokens, request, page_integrity)
-        answer: Ticket | Overloaded = await self._call("lost", *told)
-        return answer
-
-    async def ended(self, ticket_id: TicketId, outcome: Outcome, num_output_tokens: int) -> None:
-        await self._call("ended", ticket_id, outcome, num_output_tokens)
-
-    async def heartbeat(self, live_tickets: tuple[TicketId, ...]) -> FrontendReply:
-        reply: FrontendReply = await self._call(
-            "frontend_heartbeat", self._frontend_id, live_tickets, self._stamp, patience_s=1.0
-        )
-        self._stamp = reply.stamp
-        return reply
+            await self.call(Ended(answer.ticket_id, Outcome.CANCELLED))
 
     def restart(self) -> None:
         """It hangs: Ray ends the process and begins its next life. What waits for an answer is asked again there."""
@@ -136,23 +108,9 @@ class RemoteController:
         if actor is not None:
             ray.kill(actor, no_restart=False)
 
-    async def configure(self, spec_json: str) -> None:
-        await self._call("configure", spec_json, self._deployment, patience_s=1.0)
-
     async def orders(self, timeout_s: float) -> list[FrontendCommand]:
         found: list[FrontendCommand] = await self._call("orders", self._frontend_id, timeout_s, patience_s=1.0)
         return found
-
-    async def adopt(self, claims: tuple[Claim, ...]) -> None:
-        await self._call("adopt", self._frontend_id, claims)
-
-    async def replica_leaving(self, replica_id: ReplicaId) -> None:
-        await self._call("replica_leaving", replica_id)
-
-    async def set_target(self, pool: Role, target: int, hold_s: float) -> str:
-        """ "" when taken, else why not."""
-        problem: str = await self._call("set_target", pool, target, hold_s, patience_s=1.0)
-        return problem
 
     async def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = await self._call("status", patience_s=1.0)

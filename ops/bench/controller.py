@@ -29,22 +29,28 @@ from actors.controller.actor import Controller
 from actors.messages import (
     AdmitRequest,
     Announcement,
+    Ended,
     Fingerprint,
+    FrontendHeartbeat,
     HandOver,
-    Heartbeat,
+    Join,
     Lease,
     Occupancy,
     Opened,
     OpenedAt,
     Outcome,
     ReplicaEvent,
+    ReplicaEventKind,
+    ReplicaHeartbeat,
     Role,
     Seal,
     Sealed,
     StagingStatus,
     Ticket,
     TransferEvent,
+    TransferReport,
     Verdict,
+    WaitForHandOver,
 )
 from cluster.json_output import print_json
 from cluster.json_output import run as run_json
@@ -128,7 +134,7 @@ class Client:
         """Opens tickets and leaves them open; heartbeats go on, or the controller takes itself for an orphan."""
         given = 0
         for _ in range(0, count, BATCH):
-            answers = await asyncio.gather(*(self.controller.admit.remote(self._request()) for _ in range(BATCH)))
+            answers = await asyncio.gather(*(self.controller.call.remote(self._request()) for _ in range(BATCH)))
             given += sum(isinstance(answer, Ticket) for answer in answers)
             await self._heartbeat("d0", [])
         return given
@@ -147,24 +153,24 @@ class Client:
     async def _load(self) -> None:
         while True:
             began = time.perf_counter()
-            ticket = await self.controller.admit.remote(self._request())
+            ticket = await self.controller.call.remote(self._request())
             if not isinstance(ticket, Ticket) or ticket.prefill is None:
                 self.failed += 1
                 continue
             self.live.add(ticket.ticket_id)
-            wanted = self.controller.hand_over.remote(ticket.ticket_id, ticket.attempt, 10.0)
-            self._start(ticket.prefill, "prefill_started", ticket)
+            wanted = self.controller.call.remote(WaitForHandOver(ticket.ticket_id, ticket.attempt, 10.0))
+            self._start(ticket.prefill, ReplicaEventKind.PREFILL_STARTED, ticket)
             self._tell(ticket.prefill_node, self._seal(ticket))
             found = await wanted
             if isinstance(found, HandOver):
                 self._tell(ticket.decode_node, self._opened(ticket))
-                self._start(ticket.decode, "decode_started", ticket)
+                self._start(ticket.decode, ReplicaEventKind.DECODE_STARTED, ticket)
             self.failed += not isinstance(found, HandOver)
             self.live.discard(ticket.ticket_id)
-            await self.controller.ended.remote(ticket.ticket_id, Outcome.DONE, OUTPUT_TOKENS)
+            await self.controller.call.remote(Ended(ticket.ticket_id, Outcome.DONE, OUTPUT_TOKENS))
             self.taken.append(time.perf_counter() - began)
 
-    def _start(self, replica: str, kind: str, ticket: Ticket) -> None:
+    def _start(self, replica: str, kind: ReplicaEventKind, ticket: Ticket) -> None:
         self.started.setdefault(replica, []).append(ReplicaEvent(kind=kind, ticket_id=ticket.ticket_id))
 
     def _tell(self, node: str | None, event: TransferEvent) -> None:
@@ -201,7 +207,7 @@ class Client:
             events, self.events = self.events, {}
             for node, told in events.items():
                 status = StagingStatus(node_id=node, incarnation=1, bytes_held=0, bytes_max=1 << 30, leases=0)
-                await self.controller.transfer_report.remote(status, told)
+                await self.controller.call.remote(TransferReport(status, tuple(told)))
 
     async def _beat(self) -> None:
         while True:
@@ -214,12 +220,12 @@ class Client:
 
     async def _heartbeat(self, name: str, events: list[ReplicaEvent]) -> None:
         seen = Occupancy(blocks_total=BLOCKS, blocks_free=BLOCKS, blocks_held=0)
-        beat = Heartbeat(replica_id=name, incarnation=1, occupancy=seen, events=tuple(events))
-        await self.controller.heartbeat.remote(beat)
+        beat = ReplicaHeartbeat(replica_id=name, incarnation=1, occupancy=seen, events=tuple(events))
+        await self.controller.call.remote(beat)
 
     async def _frontend(self) -> None:
         while True:
-            reply = await self.controller.frontend_heartbeat.remote(self.name, tuple(self.live), self.stamp)
+            reply = await self.controller.call.remote(FrontendHeartbeat(self.name, tuple(self.live), self.stamp))
             self.stamp = reply.stamp
             await asyncio.sleep(1.0)
 
@@ -255,9 +261,9 @@ def measure(clients: int, in_flight: int, seconds: float, profile: str = "") -> 
         make = ray.remote(Measured).options(max_concurrency=100_000, num_cpus=0)
         controller = make.remote(spec().model_dump_json())
         for number in range(PREFILLS):
-            ray.get(controller.join.remote(announcement(f"p{number}", Role.PREFILL, number % NODES)))
+            ray.get(controller.call.remote(Join(announcement(f"p{number}", Role.PREFILL, number % NODES))))
         for number in range(DECODES):
-            ray.get(controller.join.remote(announcement(f"d{number}", Role.DECODE, number % NODES)))
+            ray.get(controller.call.remote(Join(announcement(f"d{number}", Role.DECODE, number % NODES))))
         remote = ray.remote(Client).options(num_cpus=0, max_concurrency=1_000)
         load = [remote.remote(f"f{number}", controller) for number in range(clients)]
         ray.get([client.begin.remote(in_flight) for client in load])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.messages import Role, Verdict
+from actors.messages import PlatformSize, ReplicaLeft, Role, Verdict
 from ops.simulate.control import ControllerSim
 from ops.simulate.engines import Costs, DecodeSim, LinearCosts, PrefillSim, ReplicaSim, TransferSim
 from ops.simulate.faults import Fault, FaultKind
@@ -80,9 +80,7 @@ class Platform:
                 if wanted is not None and not self.refusing:
                     self.targets[role] = wanted
 
-            self.cluster.controller.platform_size(
-                self.process, role, running, self.targets[role], done, lambda reason: None
-            )
+            self.cluster.controller.call(self.process, PlatformSize(role, running, self.targets[role]), done)
         self.cluster.world.at(ASK_NS, self._ask)
 
     def _look(self) -> None:
@@ -111,7 +109,7 @@ class Platform:
             late = now_ns - since_ns > self.STOP_AFTER_NS
             if replica.alive and not replica.hung and (late or (replica.empty and now_ns - since_ns > 2 * SECOND)):
                 self.leaving.remove((replica, since_ns))
-                self.cluster.controller.leave(replica, replica.name, replica.life)
+                self.cluster.controller.call(replica, ReplicaLeft(replica.name, replica.life))
                 self.cluster.world.at(10 * MS, replica.die)
         self.cluster.world.at(LOOK_NS, self._look)
 

@@ -3,46 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from actors.controller import status as view
-from actors.controller.events import (
-    Admit,
-    Adopt,
-    Effect,
-    Ended,
-    Event,
-    FrontendHeartbeat,
-    Join,
-    Leaving,
-    Log,
-    Lost,
-    PlatformSize,
-    ReplicaHeartbeat,
-    ReplicaLeft,
-    Reply,
-    Tick,
-    ToFrontend,
-    Transfer,
-    WantHandOver,
-)
+from actors.controller.events import Effect, Event, Log, Reply, Tick, ToFrontend
 from actors.controller.machine import Machine
-from actors.messages import (
-    AdmitRequest,
-    Announcement,
-    Claim,
-    FrontendCommand,
-    FrontendReply,
-    Heartbeat,
-    HeartbeatReply,
-    Outcome,
-    Role,
-    StagingStatus,
-    TransferEvent,
-)
+from actors.messages import FrontendCommand, FrontendHeartbeat, Request
 from cluster.spec import ClusterSpec
 from ops.simulate.world import MS, SECOND, Done, Failed, Net, Process, World
 
@@ -90,9 +58,9 @@ class ControllerSim(Process):
         self.run(Tick())
         self.later(TICK_NS, self._tick)
 
-    def run(self, event: Event) -> None:
+    def run(self, event: Event, call_id: int = 0) -> None:
         began = time.perf_counter_ns() if self.measure else 0
-        effects = self.machine.step(event, self.world.now_ns)
+        effects = self.machine.step(event, self.world.now_ns, call_id)
         if self.measure:
             self.step_ns.append(time.perf_counter_ns() - began)
         for effect in effects:
@@ -116,96 +84,22 @@ class ControllerSim(Process):
 
     # -- calls of others; `source` is the caller
 
-    def _ask(self, make: Callable[[int], Event], answer: Done) -> None:
+    def _ask(self, message: Request[Any], answer: Done) -> None:
         self._last_call += 1
         self._answers[self._last_call] = answer
-        self.run(make(self._last_call))
+        self.run(message, self._last_call)
 
-    def _call(self, source: Process, kind: str, make: Callable[[int], Event], done: Done, failed: Failed) -> None:
-        self.net.call(source, self, kind, lambda answer: self._ask(make, answer), done, failed)
-
-    def platform_size(self, source: Process, role: Role, current: int, target: int, done: Done, failed: Failed) -> None:
-        self._call(source, "platform_size", lambda n: PlatformSize(n, role, current, target), done, failed)
-
-    def join(self, source: Process, announcement: Announcement, done: Done, failed: Failed) -> None:
-        self._call(source, "join", lambda n: Join(n, announcement), done, failed)
-
-    def heartbeat(
-        self, source: Process, beat: Heartbeat, done: Callable[[HeartbeatReply], None], failed: Failed
-    ) -> None:
-        self._call(source, "heartbeat", lambda n: ReplicaHeartbeat(n, beat), done, failed)
-
-    def transfer_report(
-        self, source: Process, status: StagingStatus, events: tuple[TransferEvent, ...], done: Done, failed: Failed
-    ) -> None:
-        self._call(source, "transfer_report", lambda n: Transfer(n, status, events), done, failed)
-
-    def frontend_beat(
-        self, source: Process, live: tuple[int, ...], stamp: int, done: Callable[[FrontendReply], None], failed: Failed
+    def call(
+        self, source: Process, message: Request[Any], done: Done = lambda _: None, failed: Failed = lambda _: None
     ) -> None:
         def handler(answer: Done) -> None:
-            def with_orders(reply: FrontendReply) -> None:
+            def with_orders(reply: Any) -> None:
                 orders = tuple(self._orders.pop(source.name, ()))
                 answer(msgspec.structs.replace(reply, orders=orders))
 
-            self._ask(lambda n: FrontendHeartbeat(n, source.name, live, stamp), with_orders)
+            self._ask(message, with_orders if isinstance(message, FrontendHeartbeat) else answer)
 
-        self.net.call(source, self, "frontend_beat", handler, done, failed)
-
-    def adopt(self, source: Process, claims: tuple[Claim, ...]) -> None:
-        self._tell(source, "adopt", Adopt(source.name, claims))
-
-    def admit(self, source: Process, request: AdmitRequest, done: Done, failed: Failed) -> None:
-        self._call(source, "admit", lambda n: Admit(n, request), done, failed)
-
-    def hand_over(
-        self, source: Process, ticket_id: int, attempt: int, timeout_ns: int, done: Done, failed: Failed
-    ) -> None:
-        self._call(source, "hand_over", lambda n: WantHandOver(n, ticket_id, attempt, timeout_ns), done, failed)
-
-    def lost(
-        self,
-        source: Process,
-        ticket_id: int,
-        attempt: int,
-        role: Role,
-        replica_id: str,
-        reason: str,
-        tokens: int,
-        request: AdmitRequest,
-        done: Done,
-        failed: Failed,
-    ) -> None:
-        self._call(
-            source,
-            "lost",
-            lambda n: Lost(n, ticket_id, attempt, role, replica_id, reason, tokens, request),
-            done,
-            failed,
-        )
-
-    def ended(self, source: Process, ticket_id: int, outcome: Outcome, tokens: int, done: Done, failed: Failed) -> None:
-        self._tell(source, "ended", Ended(ticket_id, outcome, tokens), done, failed)
-
-    def leaving(self, source: Process, replica_id: str) -> None:
-        self._tell(source, "leaving", Leaving(replica_id))
-
-    def leave(self, source: Process, replica_id: str, incarnation: int) -> None:
-        self._tell(source, "leave", ReplicaLeft(replica_id, incarnation))
-
-    def _tell(
-        self,
-        source: Process,
-        kind: str,
-        event: Event,
-        done: Done = lambda _: None,
-        failed: Failed = lambda _: None,
-    ) -> None:
-        def handler(answer: Done) -> None:
-            self.run(event)
-            answer(None)
-
-        self.net.call(source, self, kind, handler, done, failed)
+        self.net.call(source, self, type(message).__name__, handler, done, failed)
 
     def status(self) -> dict[str, Any]:
         return view.status(self.machine, self.world.now_ns)

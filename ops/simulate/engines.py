@@ -16,8 +16,8 @@ from actors.messages import (
     Announcement,
     Fingerprint,
     HandOver,
-    Heartbeat,
     HeartbeatReply,
+    Join,
     Lease,
     LeaseLost,
     Occupancy,
@@ -25,12 +25,15 @@ from actors.messages import (
     OpenedAt,
     PrefillDone,
     ReplicaEvent,
+    ReplicaEventKind,
+    ReplicaHeartbeat,
     Role,
     Seal,
     Sealed,
     StagingStatus,
     Ticket,
     TransferEvent,
+    TransferReport,
     Verdict,
 )
 from actors.transfer.staging import Key, Staging
@@ -262,7 +265,7 @@ class TransferSim(Process):
             self.events = [*again, *events, *self.events]
             self.later(200 * MS, self._report)
 
-        self.controller.transfer_report(self, status, events, told, failed)
+        self.controller.call(self, TransferReport(status, tuple(events)), told, failed)
 
 
 class ReplicaSim(Process):
@@ -328,17 +331,17 @@ class ReplicaSim(Process):
         def again(_: str) -> None:
             self.later(200 * MS, self._join)
 
-        self.controller.join(self, self.announcement(), self._obey, again)
+        self.controller.call(self, Join(self.announcement()), self._obey, again)
 
     def _beat(self) -> None:
         assert self.controller is not None
         events, self.events = tuple(self.events), []
-        beat = Heartbeat(replica_id=self.name, incarnation=self.life, occupancy=self.occupancy(), events=events)
+        beat = ReplicaHeartbeat(replica_id=self.name, incarnation=self.life, occupancy=self.occupancy(), events=events)
 
         def failed(_: str) -> None:
             self.events = [*events, *self.events]
 
-        self.controller.heartbeat(self, beat, self._obey, failed)
+        self.controller.call(self, beat, self._obey, failed)
         self.later(HEARTBEAT_NS, self._beat)
 
     def _obey(self, reply: HeartbeatReply | Exception) -> None:
@@ -440,7 +443,7 @@ class PrefillSim(ReplicaSim):
         key = self.queue[0]
         job = self.jobs[key]
         if job.tokens_left == job.num_tokens:
-            self.events.append(ReplicaEvent(kind="prefill_started", ticket_id=key[0]))
+            self.events.append(ReplicaEvent(kind=ReplicaEventKind.PREFILL_STARTED, ticket_id=key[0]))
         chunk = min(self.CHUNK, job.tokens_left)
         self.later(int(self.costs.prefill_ns(chunk) * self.slow), self._chunk_done, key, chunk)
 
@@ -688,7 +691,7 @@ class DecodeSim(ReplicaSim):
             self.waiting.remove(key)
         if key in self.running:
             self.running.remove(key)
-        self.events.append(ReplicaEvent(kind="released", ticket_id=key[0]))
+        self.events.append(ReplicaEvent(kind=ReplicaEventKind.RELEASED, ticket_id=key[0]))
 
     def _need(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -756,7 +759,9 @@ class DecodeSim(ReplicaSim):
         if job.to_compute > 1:
             self.recomputed_tokens += job.to_compute
             if job.prompt_tokens > job.to_compute:
-                self.events.append(ReplicaEvent(kind="recomputed", ticket_id=key[0], num_tokens=job.to_compute))
+                self.events.append(
+                    ReplicaEvent(kind=ReplicaEventKind.RECOMPUTED, ticket_id=key[0], num_tokens=job.to_compute)
+                )
         self.later(int(self.costs.prefill_ns(max(1, job.to_compute)) * self.slow), self._ready, key, job)
 
     def _ready(self, key: Key, job: DecodeJob) -> None:
@@ -794,7 +799,7 @@ class DecodeSim(ReplicaSim):
             finished = job.done_tokens >= job.total_tokens
             if not job.started:
                 job.started = True
-                self.events.append(ReplicaEvent(kind="decode_started", ticket_id=key[0]))
+                self.events.append(ReplicaEvent(kind=ReplicaEventKind.DECODE_STARTED, ticket_id=key[0]))
             outputs.setdefault(job.frontend_id, []).append((key, first, steps, finished))
             if finished:
                 self._drop(key)

@@ -13,16 +13,22 @@ import msgspec
 
 from actors.messages import (
     AdmitRequest,
+    Adopt,
     Claim,
+    Ended,
     FrontendCommand,
+    FrontendHeartbeat,
     FrontendReply,
     HandOver,
     Outcome,
     Overloaded,
     PrefillDone,
+    ReplicaLeaving,
+    ReplicaLost,
     Role,
     Ticket,
     Verdict,
+    WaitForHandOver,
 )
 from actors.transfer.staging import Key
 from ops.simulate.control import ControllerSim
@@ -112,7 +118,7 @@ class Story:
     # -- a ticket
 
     def ask(self) -> None:
-        self.controller.admit(self.frontend, self.request, self.answered, self._ask_again)
+        self.controller.call(self.frontend, self.request, self.answered, self._ask_again)
 
     def _ask_again(self, _: str) -> None:
         if self.phase == "ended":
@@ -185,7 +191,9 @@ class Story:
             if self.phase == "prefill" and self.key == key:
                 self.frontend.later(RETRY_NS, self._want, ticket)
 
-        self.controller.hand_over(self.frontend, ticket.ticket_id, ticket.attempt, timeout_ns, done, again)
+        self.controller.call(
+            self.frontend, WaitForHandOver(ticket.ticket_id, ticket.attempt, timeout_ns / 1e9), done, again
+        )
 
     def _both(self) -> None:
         if self.prefilled and self.hand_over is not None:
@@ -264,18 +272,16 @@ class Story:
 
         if self.phase != "relocate" or self.ticket is not ticket:
             return
-        self.controller.lost(
-            self.frontend,
-            ticket.ticket_id,
-            ticket.attempt,
-            role,
-            replica_id,
-            reason,
-            self.record.next_position,
-            self.request,
-            self.answered,
-            again,
+        loss = ReplicaLost(
+            ticket_id=ticket.ticket_id,
+            attempt=ticket.attempt,
+            role=role,
+            replica_id=replica_id,
+            reason=reason,
+            num_output_tokens=self.record.next_position,
+            request=self.request,
         )
+        self.controller.call(self.frontend, loss, self.answered, again)
 
     def order(self, order: FrontendCommand) -> None:
         if self.ticket is None or self.phase == "ended":
@@ -392,10 +398,10 @@ class FrontendSim(Process):
             if tries:
                 self.later(RETRY_NS * 5, self.tell_ended, ticket_id, outcome, tokens, tries - 1)
 
-        self.controller.ended(self, ticket_id, outcome, tokens, lambda _: None, again)
+        self.controller.call(self, Ended(ticket_id, outcome, tokens), lambda _: None, again)
 
     def replica_leaving(self, replica_id: str) -> None:
-        self.controller.leaving(self, replica_id)
+        self.controller.call(self, ReplicaLeaving(replica_id))
 
     # -- heartbeat
 
@@ -405,8 +411,11 @@ class FrontendSim(Process):
 
     def _tell_live(self) -> None:
         live = tuple(ticket_id for ticket_id, story in self.by_ticket.items() if story.phase != "ended")
-        self.controller.frontend_beat(
-            self, live, self._stamp, self._heed, lambda _: self.later(RETRY_NS, self._tell_live)
+        self.controller.call(
+            self,
+            FrontendHeartbeat(self.name, live, self._stamp),
+            self._heed,
+            lambda _: self.later(RETRY_NS, self._tell_live),
         )
 
     def _heed(self, reply: FrontendReply) -> None:
@@ -414,7 +423,7 @@ class FrontendSim(Process):
         self._epoch = reply.epoch
         if not reply.known:
             claims = tuple(story.claim() for story in self.by_ticket.values() if story.phase != "ended")
-            self.controller.adopt(self, claims)
+            self.controller.call(self, Adopt(self.name, claims))
         for order in reply.orders:
             story = self.by_ticket.get(order.ticket_id)
             if story is not None:

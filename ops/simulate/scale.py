@@ -17,37 +17,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.controller.events import (
-    Admit,
-    Ended,
-    Event,
-    FrontendHeartbeat,
-    Join,
-    ReplicaHeartbeat,
-    Reply,
-    Tick,
-    Transfer,
-    WantHandOver,
-)
+from actors.controller.events import Event, Reply, Tick
 from actors.controller.gc_tuning import tune_gc
 from actors.controller.machine import Machine
 from actors.controller.status import audit
 from actors.messages import (
     AdmitRequest,
     Announcement,
+    Ended,
     Fingerprint,
-    Heartbeat,
+    FrontendHeartbeat,
+    Join,
     Lease,
     Occupancy,
     Opened,
     OpenedAt,
     Outcome,
+    ReplicaHeartbeat,
     Role,
     Seal,
     Sealed,
     StagingStatus,
     Ticket,
+    TransferReport,
     Verdict,
+    WaitForHandOver,
 )
 from cluster.json_output import print_json
 from cluster.spec import ClusterSpec
@@ -134,9 +128,9 @@ class Load:
             self.measuring = self.now_ns >= self.end_ns * WARM_SHARE
             action(*args)
 
-    def say(self, event: Event) -> None:
+    def say(self, event: Event, call_id: int = 0) -> None:
         began = time.thread_time_ns()
-        effects = self.machine.step(event, self.now_ns)
+        effects = self.machine.step(event, self.now_ns, call_id)
         took = time.thread_time_ns() - began
         if self.measuring:
             self.taken.setdefault(type(event).__name__, []).append(took)
@@ -161,14 +155,14 @@ class Load:
             blocks_total=self._blocks,
             max_model_len=1 << 17,
         )
-        self.say(Join(self._call(), announcement))
+        self.say(Join(announcement), self._call())
         self._held[name] = 0
         self._at(self.dice.randrange(SECOND), self._beat, name)
 
     def _beat(self, name: str) -> None:
         held = min(self._held[name], self._blocks)
         seen = Occupancy(blocks_total=self._blocks, blocks_free=self._blocks - held, blocks_held=held)
-        self.say(ReplicaHeartbeat(self._call(), Heartbeat(replica_id=name, incarnation=1, occupancy=seen)))
+        self.say(ReplicaHeartbeat(replica_id=name, incarnation=1, occupancy=seen), self._call())
         self._at(self.now_ns + SECOND, self._beat, name)
 
     def _tick(self) -> None:
@@ -177,13 +171,13 @@ class Load:
 
     def _frontend(self, name: str) -> None:
         live = tuple(self.machine.registry.by_frontend.get(name, ()))
-        self.say(FrontendHeartbeat(self._call(), name, live))
+        self.say(FrontendHeartbeat(name, live), self._call())
         self._at(self.now_ns + SECOND, self._frontend, name)
 
     def _admit(self, request: AdmitRequest, output: int) -> None:
         call = self._call()
         self._wishes[call] = (request, output)
-        self.say(Admit(call, request))
+        self.say(request, call)
 
     def _granted(self, answer: Any, request: AdmitRequest, output: int) -> None:
         if isinstance(answer, Ticket):
@@ -199,8 +193,8 @@ class Load:
             digests = (tuple(range(request.num_prompt_tokens // 32 + 1)),)
             seal = Seal(**key, layout_fingerprint="x", num_tokens=request.num_prompt_tokens, digests=digests)
             lease = Lease(**key, node_id=ticket.prefill_node, segment="s", offset=0, num_bytes=4096)
-            self.say(WantHandOver(self._call(), ticket.ticket_id, 1, SECOND))
-            self.say(Transfer(self._call(), self._status(ticket.prefill_node), (Sealed(seal=seal, lease=lease),)))
+            self.say(WaitForHandOver(ticket.ticket_id, 1, 1.0), self._call())
+            self.say(TransferReport(self._status(ticket.prefill_node), (Sealed(seal=seal, lease=lease),)), self._call())
             opened = Opened(
                 **key,
                 replica_id=ticket.decode,
@@ -210,7 +204,7 @@ class Load:
                 verdicts={Verdict.OK: len(digests[0])},
                 seconds=0.002,
             )
-            self.say(Transfer(self._call(), self._status(ticket.decode_node), (OpenedAt(opened=opened),)))
+            self.say(TransferReport(self._status(ticket.decode_node), (OpenedAt(opened=opened),)), self._call())
         self._at(self.now_ns + output * TOKEN_NS, self._ended, ticket, output, blocks)
 
     @staticmethod
@@ -274,7 +268,7 @@ def memory_a_ticket(count: int = 2_000) -> int:
             max_tokens=256,
             prefix_hashes=hashes,
         )
-        machine.step(Admit(number + 1, request), 0)
+        machine.step(request, 0, number + 1)
     used = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert len(machine.registry.tickets) == count, "every request found room"

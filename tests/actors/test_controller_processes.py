@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from controller_driver import SECOND, ControllerDriver, spec_of
 
-from actors.controller.events import Configure, Effect, FrontendGone, Replace, ReplicaLeft, Tick
-from actors.messages import Fingerprint, HeartbeatReply, Role
+from actors.controller.events import Effect, FrontendGone, Replace, Tick
+from actors.messages import Configure, Fingerprint, HeartbeatReply, ReplicaLeft, Role
 
 
 def replaced(effects: list[Effect]) -> list[tuple[str, str]]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from controller_driver import SECOND, ControllerDriver, spec_of
 
-from actors.controller.events import Configure, Tick
+from actors.controller.events import Tick
 from actors.controller.machine import Machine
 from actors.controller.status import status
-from actors.messages import Role, ScaleDecision, Ticket
+from actors.messages import Configure, Role, ScaleDecision, Ticket
 
 QUICK = {
     "mode": "occupancy",

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from controller_driver import SECOND, ControllerDriver, sealed, spec_of
 
-from actors.controller.events import WantHandOver
 from actors.controller.registry import EPOCH_SHIFT
 from actors.messages import (
     AdmitRequest,
@@ -19,6 +18,7 @@ from actors.messages import (
     Role,
     Ticket,
     Verdict,
+    WaitForHandOver,
 )
 
 
@@ -403,7 +403,7 @@ def test_epochs_go_on_when_the_counter_is_full() -> None:
 def test_two_calls_for_a_ticket_that_nobody_has_claimed_are_both_answered() -> None:
     rig = ControllerDriver(epoch=7)
     old = 6 << 32 | 1
-    first = rig.call(lambda number: WantHandOver(number, old, 1, 2 * SECOND))
-    second = rig.call(lambda number: WantHandOver(number, old, 1, 2 * SECOND))
+    first = rig.call(WaitForHandOver(old, 1, 2.0))
+    second = rig.call(WaitForHandOver(old, 1, 2.0))
     rig.wait(20)
     assert rig.answer(first) is not None and rig.answer(second) is not None

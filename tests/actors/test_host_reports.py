@@ -16,7 +16,7 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
 from actors.engine.engine_counters import EngineCounters
 from actors.engine.server import CONDEMNED_REMEMBERED, DecodeServer, InFlight, _Totals
-from actors.messages import PAGE_INTEGRITY, Heartbeat, HeartbeatReply, PageDelta, Ticket
+from actors.messages import PAGE_INTEGRITY, HeartbeatReply, Join, PageDelta, ReplicaHeartbeat, Ticket
 from ops.engine_pair import LocalHandle
 
 COUNTS = ("blocks_total", "blocks_free", "blocks_held", "blocks_quarantined", "running", "waiting")
@@ -25,19 +25,19 @@ VERDICT = {"request_id": "r", "position": 1, "page_found": 9, "page_expected": 4
 
 class Controller:
     def __init__(self) -> None:
-        self.beats: list[Heartbeat] = []
+        self.beats: list[ReplicaHeartbeat] = []
         self.joined = 0
         self.known = True
         self.away = False
 
-    async def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+    async def call(self, message: Any) -> HeartbeatReply | None:
+        if isinstance(message, Join):
+            self.joined += 1
+            return None
         if self.away:
             raise ConnectionError("away")
-        self.beats.append(beat)
+        self.beats.append(message)
         return HeartbeatReply(epoch=1, known=self.known)
-
-    async def join(self, announcement: Any) -> None:
-        self.joined += 1
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import ray
 
-from actors.messages import Lease, Role, Sealed, StagingStatus, TransferEvent
+from actors.messages import Lease, Role, Sealed, TransferReport
 from actors.transfer.actor import KVTransfer
 from actors.transfer.channel import Hello, PagesSealed, WorkerLink, WriterDone
 from ops.engine_pair import FakeController, LocalHandle
@@ -171,12 +171,12 @@ class Restarting:
         self.failing = False
         self.told: list[list[object]] = []
 
-    async def transfer_report(self, status: StagingStatus, events: list[TransferEvent]) -> list[tuple[int, int]]:
+    async def call(self, report: TransferReport) -> list[tuple[int, int]]:
         if self.failing:
             self.failing = False
             self.told.clear()
             raise ray.exceptions.ActorUnavailableError("it is starting again", None)
-        self.told.append(list(events))
+        self.told.append(list(report.events))
         return []
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from actors.messages import Claim, FrontendCommand, FrontendReply
+from actors.messages import Adopt, Claim, Configure, FrontendCommand, FrontendHeartbeat, FrontendReply, ReplicaLeaving
 from app.rpc import controller_loops
 from app.rpc.controller_loops import ControllerLoops
+from cluster.spec import ClusterSpec
+
+CONFIGURATION = Configure(ClusterSpec.load("local-cpu"))
+NAMES = {FrontendHeartbeat: "heartbeat", Configure: "configure", Adopt: "adopt", ReplicaLeaving: "replica_leaving"}
 
 
 class Cluster:
@@ -30,22 +35,13 @@ class Cluster:
         if name in self.fails:
             raise RuntimeError(name)
 
-    async def heartbeat(self, live_tickets: tuple[int, ...]) -> FrontendReply:
-        await self._call("heartbeat")
-        return FrontendReply(epoch=1, known=self.known)
-
-    async def configure(self, spec_json: str) -> None:
-        await self._call("configure")
-
-    async def adopt(self, claims: tuple[Claim, ...]) -> None:
-        await self._call("adopt")
+    async def call(self, message: Any, patience_s: float = 15.0) -> Any:
+        await self._call(NAMES[type(message)])
+        return FrontendReply(epoch=1, known=self.known) if isinstance(message, FrontendHeartbeat) else None
 
     async def orders(self, timeout_s: float) -> list[FrontendCommand]:
         await self._call("orders")
         return await self.given.get()
-
-    async def replica_leaving(self, replica_id: str) -> None:
-        await self._call("replica_leaving")
 
     def restart(self) -> None:
         self.calls.append("restart")
@@ -65,6 +61,8 @@ class Cluster:
 
 
 class Tickets:
+    frontend_id = "f"
+
     def __init__(self, cluster: Cluster) -> None:
         self.live_tickets, self.claims, self.obey = cluster.live_tickets, cluster.claims, cluster.obey
         self.left: list[str] = []
@@ -82,7 +80,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @pytest.fixture
 def loops(cluster: Cluster) -> Iterator[ControllerLoops]:
-    made = ControllerLoops(cluster, Tickets(cluster), "{}", hung_s=0.05)
+    made = ControllerLoops(cluster, Tickets(cluster), CONFIGURATION, hung_s=0.05)
     yield made
     made.stop()
 
@@ -146,7 +144,7 @@ async def test_health_sees_a_loop_that_has_ended_or_stands_still(
     async def never() -> None:
         await asyncio.get_running_loop().create_future()
 
-    stuck = ControllerLoops(cluster, Tickets(cluster), "{}", hung_s=0.0)
+    stuck = ControllerLoops(cluster, Tickets(cluster), CONFIGURATION, hung_s=0.0)
     monkeypatch.setattr(stuck, "_heartbeat", never)
     monkeypatch.setattr(controller_loops, "ORDERS_S", 0.01)
     stuck.start()
@@ -162,7 +160,7 @@ async def test_health_sees_a_loop_that_has_ended_or_stands_still(
 async def test_a_leaving_replica_is_known_here_also_when_the_controller_is_away(cluster: Cluster, trouble: str) -> None:
     getattr(cluster, trouble).add("replica_leaving")
     tickets = Tickets(cluster)
-    loops = ControllerLoops(cluster, tickets, "{}", hung_s=0.05)
+    loops = ControllerLoops(cluster, tickets, CONFIGURATION, hung_s=0.05)
     loops.replicas_left(["d1", "d2"])
     async with asyncio.timeout(10):
         while tickets.left != ["d1", "d2"]:

@@ -4,39 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.controller.events import (
-    Admit,
-    Adopt,
-    Effect,
-    Ended,
-    Event,
-    FrontendHeartbeat,
-    Join,
-    Leaving,
-    Log,
-    Lost,
-    PlatformSize,
-    ReplicaHeartbeat,
-    ReplicaLeft,
-    ReplicaStarting,
-    Reply,
-    SetTarget,
-    Tick,
-    ToFrontend,
-    Transfer,
-    WantHandOver,
-    Withdraw,
-)
+from actors.controller.events import Effect, Event, Log, Reply, Tick, ToFrontend, Withdraw
 from actors.controller.machine import Machine
 from actors.controller.status import audit
 from actors.messages import (
     AdmitRequest,
+    Adopt,
     Announcement,
     Claim,
+    Ended,
     Fingerprint,
     FrontendCommand,
-    Heartbeat,
+    FrontendHeartbeat,
     HeartbeatReply,
+    Join,
     Lease,
     Occupancy,
     Opened,
@@ -44,15 +25,25 @@ from actors.messages import (
     Outcome,
     Overloaded,
     PageDelta,
+    PlatformSize,
     ReplicaEvent,
+    ReplicaHeartbeat,
+    ReplicaLeaving,
+    ReplicaLeft,
+    ReplicaLost,
+    ReplicaStarting,
+    Request,
     Role,
     ScaleDecision,
     Seal,
     Sealed,
+    SetTarget,
     StagingStatus,
     Ticket,
     TransferEvent,
+    TransferReport,
     Verdict,
+    WaitForHandOver,
 )
 from cluster.spec import ClusterSpec
 
@@ -105,8 +96,8 @@ class ControllerDriver:
 
     # -- raw
 
-    def step(self, event: Event) -> list[Effect]:
-        effects = self.machine.step(event, self.now)
+    def step(self, event: Event, call: int = 0) -> list[Effect]:
+        effects = self.machine.step(event, self.now, call)
         for effect in effects:
             if isinstance(effect, Reply):
                 assert effect.call_id not in self.answers, "a call was answered twice"
@@ -117,9 +108,9 @@ class ControllerDriver:
                 self.logs.append(effect.text)
         return effects
 
-    def call(self, make: Any) -> int:
+    def call(self, message: Request[Any]) -> int:
         self._calls += 1
-        self.step(make(self._calls))
+        self.step(message, self._calls)
         return self._calls
 
     def answer(self, call: int) -> Any:
@@ -143,7 +134,7 @@ class ControllerDriver:
         for role in (Role.DECODE, Role.PREFILL):
             members = [r for r in self.machine.registry.replicas.values() if r.role is role]
             held = self.platform.setdefault(role, len(members))
-            wanted = self.answers[self.call(lambda n: PlatformSize(n, role, len(members), held))]  # noqa: B023
+            wanted = self.answers[self.call(PlatformSize(role, len(members), held))]
             if wanted is not None and not self.refuses:
                 self.platform[role] = wanted
 
@@ -165,7 +156,7 @@ class ControllerDriver:
         return Announcement(**(values | facts))
 
     def join(self, name: str, role: Role, **facts: Any) -> HeartbeatReply | Exception:
-        call = self.call(lambda n: Join(n, self.announcement(name, role, **facts)))
+        call = self.call(Join(self.announcement(name, role, **facts)))
         if not isinstance(self.answers[call], Exception):
             self.beat(name, incarnation=facts.get("incarnation", 1))
         reply: HeartbeatReply | Exception = self.answers[call]
@@ -192,7 +183,7 @@ class ControllerDriver:
         known = self.machine.registry.replicas.get(name)
         total = known.announcement.blocks_total if known else 100
         occupancy = Occupancy(blocks_total=total, blocks_free=total - held, blocks_held=held, **seen)
-        beat = Heartbeat(
+        beat = ReplicaHeartbeat(
             replica_id=name,
             incarnation=incarnation,
             occupancy=occupancy,
@@ -200,7 +191,7 @@ class ControllerDriver:
             pages=pages,
             pages_whole=pages_whole,
         )
-        reply: HeartbeatReply = self.answers[self.call(lambda n: ReplicaHeartbeat(n, beat))]
+        reply: HeartbeatReply = self.answers[self.call(beat)]
         return reply
 
     # -- transfer
@@ -208,7 +199,7 @@ class ControllerDriver:
     def report(self, *events: TransferEvent, node: str = "n", incarnation: int = 1, **facts: Any) -> list[Any]:
         values: dict[str, Any] = {"node_id": node, "incarnation": incarnation, "bytes_held": 0}
         status = StagingStatus(**(values | {"leases": 0, "bytes_max": self.bytes_max} | facts))
-        dead: list[Any] = self.answers[self.call(lambda n: Transfer(n, status, events))]
+        dead: list[Any] = self.answers[self.call(TransferReport(status, events))]
         return dead
 
     def seal(self, ticket: Ticket, node: str = "n") -> list[Any]:
@@ -231,7 +222,7 @@ class ControllerDriver:
 
     def ask(self, request: str = "r", frontend: str = "f", prompt: int = 320, most: int = 64, **more: Any) -> int:
         wish = AdmitRequest(request_id=request, frontend_id=frontend, num_prompt_tokens=prompt, max_tokens=most, **more)
-        return self.call(lambda n: Admit(n, wish))
+        return self.call(wish)
 
     def admit(self, request: str = "r", **more: Any) -> Ticket:
         ticket = self.answers.get(self.ask(request, **more))
@@ -244,7 +235,7 @@ class ControllerDriver:
         return answer
 
     def hand_over(self, ticket: Ticket, timeout_s: float = 8.0) -> int:
-        return self.call(lambda n: WantHandOver(n, ticket.ticket_id, ticket.attempt, int(timeout_s * SECOND)))
+        return self.call(WaitForHandOver(ticket.ticket_id, ticket.attempt, timeout_s))
 
     def lost(
         self,
@@ -255,8 +246,17 @@ class ControllerDriver:
         page_integrity: bool = False,
     ) -> int:
         name = ticket.decode if role is Role.DECODE else ticket.prefill or ""
-        told = (ticket.ticket_id, ticket.attempt, role, name, "it died", tokens, request, page_integrity)
-        return self.call(lambda n: Lost(n, *told))
+        lost = ReplicaLost(
+            ticket_id=ticket.ticket_id,
+            attempt=ticket.attempt,
+            role=role,
+            replica_id=name,
+            reason="it died",
+            num_output_tokens=tokens,
+            request=request,
+            page_integrity=page_integrity,
+        )
+        return self.call(lost)
 
     def end(self, ticket: Ticket, outcome: Outcome = Outcome.DONE, tokens: int = 10) -> None:
         self.step(Ended(ticket.ticket_id, outcome, tokens))
@@ -265,7 +265,7 @@ class ControllerDriver:
         owned = self.machine.registry.by_frontend.get(frontend, set())
         told = tuple(sorted(owned)) if live is None else live
         said = self.stamps.get(frontend, 0) if stamp is None else stamp
-        reply = self.answers[self.call(lambda n: FrontendHeartbeat(n, frontend, told, said))]
+        reply = self.answers[self.call(FrontendHeartbeat(frontend, told, said))]
         self.stamps[frontend] = reply.stamp
         return reply
 
@@ -273,7 +273,7 @@ class ControllerDriver:
         self.step(Adopt(frontend, claims))
 
     def leaving(self, name: str) -> None:
-        self.step(Leaving(name))
+        self.step(ReplicaLeaving(name))
 
     def left(self, name: str) -> None:
         self.step(ReplicaLeft(name))
@@ -285,7 +285,7 @@ class ControllerDriver:
         self.step(ReplicaStarting(name, role))
 
     def set_target(self, role: Role, target: int, hold_s: float = 0.0) -> str:
-        answer: str = self.answers[self.call(lambda n: SetTarget(n, role, target, hold_s))]
+        answer: str = self.answers[self.call(SetTarget(role, target, hold_s))]
         return answer
 
     # -- looking

@@ -18,15 +18,18 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from actors.messages import (
     PAGE_INTEGRITY,
     AdmitRequest,
+    Ended,
     HandOver,
     Lease,
     Outcome,
     Overloaded,
     PrefillDone,
+    ReplicaLost,
     Role,
     Seal,
     Ticket,
     Verdict,
+    WaitForHandOver,
 )
 from app.request.core_client import FerryCoreClient
 from app.rpc.ports import ReplicaGone
@@ -106,6 +109,18 @@ class FakeCluster:
 
     # controller
 
+    async def call(self, message: Any, patience_s: float = 15.0) -> Any:
+        match message:
+            case AdmitRequest():
+                return await self.admit(message)
+            case WaitForHandOver():
+                return await self.hand_over(message.ticket_id, message.attempt)
+            case ReplicaLost():
+                return await self.lost(message)
+            case Ended():
+                return await self.ended(message.ticket_id, message.outcome, message.num_output_tokens)
+        raise AssertionError(message)
+
     async def admit(self, request: AdmitRequest) -> Ticket | Overloaded:
         try:
             await self.admit_gate.wait()
@@ -129,25 +144,16 @@ class FakeCluster:
             deadline_s=2.0,
         )
 
-    async def hand_over(self, ticket_id: int, attempt: int, timeout_s: float) -> HandOver | Verdict:
+    async def hand_over(self, ticket_id: int, attempt: int) -> HandOver | Verdict:
         if self.hand_over_answer is not None:
             return self.hand_over_answer
         seal = Seal(ticket_id=ticket_id, attempt=attempt, layout_fingerprint="l", num_tokens=1, digests=((1,),))
         lease = Lease(ticket_id=ticket_id, attempt=attempt, node_id="n", segment="s", offset=0, num_bytes=1)
         return HandOver(ticket_id=ticket_id, attempt=attempt, seal=seal, lease=lease, deadline_s=1.0)
 
-    async def lost(
-        self,
-        ticket: Ticket,
-        role: Role,
-        replica_id: str,
-        reason: str,
-        num_output_tokens: int,
-        request: AdmitRequest,
-        page_integrity: bool = False,
-    ) -> Ticket | Overloaded:
-        self.mismatches += page_integrity
-        self.losses.append((role, replica_id, reason, num_output_tokens))
+    async def lost(self, loss: ReplicaLost) -> Ticket | Overloaded:
+        self.mismatches += loss.page_integrity
+        self.losses.append((loss.role, loss.replica_id, loss.reason, loss.num_output_tokens))
         return self.lost_answers.pop(0)
 
     async def ended(self, ticket_id: int, outcome: Outcome, num_output_tokens: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from actors.messages import Role
+from actors.messages import Role, SetTarget
 from cluster.names import NAMESPACE, controller_actor
 from cluster.spec import ClusterSpec
 from ops.chaos.processes import checks, load, targets
@@ -64,7 +64,7 @@ async def _watch_leaving(campaign: Campaign) -> tuple[list[str], str]:
 
 async def set_target(campaign: Campaign, count: int) -> None:
     controller: Any = ray.get_actor(controller_actor(campaign.service.application), namespace=NAMESPACE)
-    problem = await controller.set_target.remote(Role.DECODE, count)
+    problem = await controller.call.remote(SetTarget(Role.DECODE, count))
     if problem:
         raise RuntimeError(f"Serve did not take the target: {problem}")
 
