@@ -56,8 +56,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "simulate": Command(
         "ops.simulate.cli",
-        "run the real controller in a simulated cluster, with faults",
-        ("--seed 7", "--seeds 200 --json"),
+        "run the shipped code in a simulated cluster, with faults",
+        ("--seed 7 --story", "--seeds 200 --json"),
     ),
     "plan": Command(
         "cluster.plan.cli",

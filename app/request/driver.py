@@ -342,6 +342,7 @@ class RequestDriver:
         try:
             await asyncio.wait_for(self._stream.standing(), LINK_S)
             call = asyncio.ensure_future(self.client.decode.submit(replica, frames, ticket, action.hand_over))
+            call.add_done_callback(_fetch_exception)
             await asyncio.wait_for(asyncio.shield(call), CONTROL_S)
         except asyncio.CancelledError:
             # It may or may not have reached decode: it is let through, and the abort comes after it.
@@ -349,6 +350,8 @@ class RequestDriver:
                 await asyncio.wait((call,), timeout=CONTROL_S)
             raise
         except (ReplicaGone, TimeoutError) as error:
+            if call is not None:
+                call.cancel()
             return DecodeLost(replica, str(error) or f"no answer within {CONTROL_S:g} s", len(self.tokens))
         except Exception as error:
             logger.warning("decode %s refused request %s: %r", replica, self.request_id, error)
@@ -392,3 +395,9 @@ class RequestDriver:
             else:
                 self.admitted.set_result(None)
         self.client.run_ended(self, fault)
+
+
+def _fetch_exception(call: asyncio.Future[None]) -> None:
+    """A call that nothing awaits any more may fail: asyncio must not call that an error of its own."""
+    if not call.cancelled():
+        call.exception()

@@ -56,7 +56,7 @@ from cluster.json_output import print_json
 from cluster.json_output import run as run_json
 from cluster.spec import ClusterSpec
 from ops.bench import facts
-from ops.simulate.engines import LAYOUT
+from ops.simulate.announce import LAYOUT
 
 PROMPT_TOKENS, OUTPUT_TOKENS, BLOCK_TOKENS = 2_048, 64, 32
 PREFILLS, DECODES, NODES = 2, 4, 2

@@ -1,7 +1,8 @@
-"""`pageferry simulate`: the real controller in a simulated cluster.
+"""`pageferry simulate`: the shipped request, transfer and controller machines in a simulated cluster.
 
 pageferry simulate --seeds 200 --seed 0 --faults all --json   random clusters, loads and faults, every law checked
-pageferry simulate --scenario FILE                            one written-down run again
+pageferry simulate --seed 17 --story                          one of them as a story
+pageferry simulate --scenario FILE --story                    a written-down one
 pageferry simulate published                                  the published decode curve of Kimi K2.6 on H200
 pageferry simulate autoscale                                  occupancy scaling against ongoing-request scaling
 pageferry simulate scale                                      decision times with 1,000 decode replicas
@@ -10,58 +11,49 @@ pageferry simulate scale                                      decision times wit
 from __future__ import annotations
 
 import argparse
+import importlib
+import logging
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from cluster.json_output import print_json
-from ops.simulate.checkers import Verdicts, check
+from ops.simulate.checkers import Verdicts, check, leaks
 from ops.simulate.cluster import ClusterSim
 from ops.simulate.faults import FaultKind, parse_kinds
-from ops.simulate.scenario import Scenario, random_scenario
+from ops.simulate.scenario import Scenario, ScenarioError, load, random_scenario
+from ops.simulate.story import missing, story
 
 REPORTED = 10
+STUDIES = ("published", "autoscale", "scale")  # modules of ops.bench.scaling
 
 
 def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
-    if args.what == "published":
-        from ops.simulate import published
-
-        return published.main(args)
-    if args.what == "autoscale":
-        from ops.simulate import autoscalers
-
-        return autoscalers.main(args)
-    if args.what == "scale":
-        from ops.simulate import scale
-
-        return scale.main(args)
-    if args.scenario:
-        return _one(Scenario.from_json(Path(args.scenario).read_text()), args)
+    logging.getLogger("pageferry").setLevel(logging.CRITICAL)  # faults are what it is about
+    if args.what in STUDIES:
+        return int(importlib.import_module(f"ops.bench.scaling.{args.what}").main(args))
     try:
         kinds = parse_kinds(args.faults)
-    except ValueError as error:
-        print(f"pageferry simulate: --faults: {error}", file=sys.stderr)
+        if args.scenario:
+            return _one(load(args.scenario), args)
+    except (ValueError, ScenarioError) as error:
+        print(f"pageferry simulate: {error}", file=sys.stderr)
         return 2
+    if args.story:
+        return _one(random_scenario(args.seed, kinds), args)
     return _many(args, kinds)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pageferry simulate", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "what",
-        nargs="?",
-        default="faults",
-        choices=("faults", "published", "autoscale", "scale"),
-        help="default: faults",
-    )
+    parser.add_argument("what", nargs="?", default="faults", choices=("faults", *STUDIES), help="default: faults")
     parser.add_argument("--seeds", type=int, default=200, help="how many random scenarios")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join(FaultKind)}")
     parser.add_argument("--scenario", help="run this scenario file instead")
-    parser.add_argument("--save", default="scenarios", help="folder for the scenario files of failing seeds")
+    parser.add_argument("--story", action="store_true", help="one run, told line by line")
     parser.add_argument("--plot", help="folder for plots (PNG)")
     parser.add_argument("--replicas", type=int, default=1000, help="scale: decode replicas")
     parser.add_argument("--rate", type=float, default=2000.0, help="scale: requests a second")
@@ -73,98 +65,107 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_seeds(first: int, count: int, kinds: tuple[FaultKind, ...], folder: str | Path | None) -> dict[str, Any]:
-    """Runs the scenarios of `count` seeds; a failing one is written to `folder`."""
+def run_seeds(first: int, count: int, kinds: tuple[FaultKind, ...]) -> dict[str, Any]:
+    """Runs and checks the scenarios of `count` seeds from `first` on; what it returns is the summary to print."""
     began = time.process_time()
     totals = {"violations": 0, "requests": 0, "lost": 0, "duplicated": 0, "leaked": 0}
     outcomes: dict[str, int] = {}
-    messages = struck = events = 0
+    seen: dict[str, float] = {}
     failing: list[dict[str, Any]] = []
     for seed in range(first, first + count):
         scenario = random_scenario(seed, kinds)
         found, cluster = judge(scenario)
-        told = found.to_dict()
+        counted = found.to_dict()
         for name in totals:
-            totals[name] += told[name]
+            totals[name] += counted[name]
         for name, number in found.outcomes.items():
             outcomes[name] = outcomes.get(name, 0) + number
-        struck += len(scenario.faults)
-        if cluster is not None:
-            messages += cluster.net.counts["messages"]
-            events += cluster.world.events
+        for name, value in _seen(scenario, cluster).items():
+            seen[name] = seen.get(name, 0) + value
         if not found.clean:
-            where = str(scenario.save(folder)) if folder is not None else ""
-            failing.append({"seed": seed, "scenario": where, "violations": found.violations[:REPORTED]})
+            failing.append({"seed": seed, "violations": found.violations[:REPORTED]})
     return {
         "seeds": count,
         **totals,
         "first_seed": first,
         "faults": [str(kind) for kind in kinds],
-        "faults_struck": struck,
         "outcomes": outcomes,
-        "messages": messages,
-        "events": events,
+        **{name: int(value) for name, value in seen.items()},
         "cpu_s": round(time.process_time() - began, 1),
         "failing": failing,
     }
 
 
-def judge(scenario: Scenario) -> tuple[Verdicts, ClusterSim | None]:
+def _seen(scenario: Scenario, cluster: ClusterSim) -> dict[str, float]:
+    """What happened in a run, so that a campaign shows what it went through."""
+    frontends = [frontend.counted for frontend in cluster.frontends]
+    return {
+        "faults_struck": len(scenario.faults),
+        "sequences": sum(arrival.num_sequences for arrival in scenario.arrivals),
+        "messages": cluster.net.counts["messages"],
+        "events": cluster.world.events,
+        "fetches": sum(node.fetches for node in cluster.nodes),
+        "replicas_lost": sum(counted.get("pageferry_replicas_lost_total", 0) for counted in frontends),
+        "resumed_or_replayed": sum(counted.get("pageferry_resumed_total", 0) for counted in frontends),
+        "integrity_retries": sum(counted.get("pageferry_page_integrity_retries_total", 0) for counted in frontends),
+        "leases_lost": cluster.controller.totals().get("leases_lost", 0),
+    }
+
+
+def judge(scenario: Scenario) -> tuple[Verdicts, ClusterSim]:
     """Runs and checks one scenario; an exception inside is a violation like any other."""
+    cluster = ClusterSim(scenario)
     try:
-        cluster = ClusterSim(scenario).run()
+        cluster.run(quiet=lambda cluster: not leaks(cluster))
+        found = check(cluster)
     except Exception as error:
-        return Verdicts(violations=[f"{type(error).__name__}: {error}"]), None
-    return check(cluster), cluster
+        found = Verdicts(violations=[f"{type(error).__name__}: {error}"])
+    finally:
+        cluster.close()
+    return found, cluster
 
 
 def _many(args: argparse.Namespace, kinds: tuple[FaultKind, ...]) -> int:
-    told = run_seeds(args.seed, args.seeds, kinds, args.save)
+    summary = run_seeds(args.seed, args.seeds, kinds)
     if args.json:
-        print_json(told)
+        print_json(summary)
     else:
-        print(
-            f"{told['seeds']} seeds from {args.seed}, {told['faults_struck']} faults of {len(kinds)} kinds, "
-            f"{told['messages']:,} messages, {told['cpu_s']} s CPU"
-        )
-        ends = ", ".join(f"{number} {name}" for name, number in sorted(told["outcomes"].items()))
-        print(f"requests {told['requests']}: {ends}")
-        print(
-            f"violations {told['violations']}, lost {told['lost']}, duplicated {told['duplicated']}, "
-            f"leaked {told['leaked']}"
-        )
-        for failed in told["failing"][:REPORTED]:
-            print(f"seed {failed['seed']} ({failed['scenario']}): {'; '.join(failed['violations'])}")
+        print("\n".join(f"{name:20s} {value}" for name, value in _rows(summary)))
+        for failed in summary["failing"][:REPORTED]:
+            print(f"seed {failed['seed']}: {'; '.join(failed['violations'])}")
+            print(f"  again: pageferry simulate --seed {failed['seed']} --faults {args.faults} --story")
     if args.markdown:
-        _write_markdown(Path(args.markdown), told)
-    return 1 if told["failing"] else 0
+        table = "\n".join(f"| {name} | {value} |" for name, value in _rows(summary))
+        Path(args.markdown).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.markdown).write_text(f"| | |\n|---|---|\n{table}\n")
+    return 1 if summary["failing"] else 0
 
 
-def _write_markdown(path: Path, told: dict[str, Any]) -> None:
-    rows = [
-        ("seeds", f"{told['first_seed']} .. {told['first_seed'] + told['seeds'] - 1}"),
-        ("fault kinds", ", ".join(told["faults"])),
-        ("faults struck", f"{told['faults_struck']:,}"),
-        ("requests", f"{told['requests']:,}"),
-        *((f"requests {name}", f"{number:,}") for name, number in sorted(told["outcomes"].items())),
-        ("messages", f"{told['messages']:,}"),
-        *((name, str(told[name])) for name in ("violations", "lost", "duplicated", "leaked")),
-        ("CPU seconds", str(told["cpu_s"])),
+def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    numbers = ("faults_struck", "requests", "sequences", "messages", "fetches", "replicas_lost", "leases_lost")
+    more = ("resumed_or_replayed", "integrity_retries", "violations", "lost", "duplicated", "leaked")
+    last = summary["first_seed"] + summary["seeds"] - 1
+    return [
+        ("seeds", f"{summary['first_seed']} .. {last}"),
+        ("fault kinds", ", ".join(summary["faults"]) or "none"),
+        *((name.replace("_", " "), f"{summary.get(name, 0):,}") for name in (*numbers, *more)),
+        *((f"requests {name}", f"{number:,}") for name, number in sorted(summary["outcomes"].items())),
+        ("CPU seconds", str(summary["cpu_s"])),
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows) + "\n")
 
 
 def _one(scenario: Scenario, args: argparse.Namespace) -> int:
-    found, _ = judge(scenario)
-    told = found.to_dict()
+    found, cluster = judge(scenario)
+    lines = story(cluster)
+    found.violations += missing(lines, scenario.expect)
+    summary = found.to_dict()
     if args.json:
-        print_json(told)
+        print_json(summary)
     else:
-        print("\n".join([*found.violations, str(told)]))
+        print("\n".join([*(lines if args.story else ()), *found.violations, str(summary)]))
     if args.plot:
-        from ops.simulate.plots import plot_run
+        from ops.bench.scaling.plots import plot_run
 
-        cluster = ClusterSim(scenario, sample_ns=250_000_000).run()
-        print(plot_run(cluster, Path(args.plot) / f"scenario-{scenario.seed}.png"))
+        sampled = ClusterSim(scenario, sample_ns=250_000_000).run()
+        print(plot_run(sampled, Path(args.plot) / f"scenario-{scenario.seed}.png"))
     return 0 if found.clean else 1

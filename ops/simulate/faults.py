@@ -29,25 +29,41 @@ class FaultKind(StrEnum):
     CANCEL = "cancel"
     SCALE_DOWN = "scale_down"
     REFUSE_SCALING = "refuse_scaling"
+    FORGET_SCALING = "forget_scaling"
+    PAGE_MISMATCH = "page_mismatch"
+    BREAK_LINK = "break_link"
+
+
+NETWORK_FAULTS = (FaultKind.DROP, FaultKind.DELAY, FaultKind.DUPLICATE, FaultKind.REORDER)
 
 
 # Every message there is; a message fault hits one of them, or all.
 MESSAGES = (
-    "join",
-    "heartbeat",
-    "transfer_report",
-    "frontend_beat",
-    "adopt",
-    "admit",
-    "hand_over",
-    "lost",
-    "ended",
-    "leaving",
-    "leave",
+    "Join",
+    "ReplicaHeartbeat",
+    "TransferReport",
+    "FrontendHeartbeat",
+    "orders",
+    "Adopt",
+    "Configure",
+    "AdmitRequest",
+    "WaitForHandOver",
+    "ReplicaLost",
+    "Ended",
+    "ReplicaLeaving",
+    "ReplicaLeft",
+    "PlatformSize",
     "prefill",
     "submit",
     "abort",
+    "outputs",
     "tokens",
+    "lease",
+    "begin_read",
+    "drop_writer",
+    "drop_reader",
+    "release",
+    "fetch",
 )
 
 
@@ -75,7 +91,7 @@ def parse_kinds(text: str) -> tuple[FaultKind, ...]:
         raise ValueError(f"{error}; known faults: {', '.join(FaultKind)}") from None
 
 
-def plan(dice: random.Random, kinds: tuple[FaultKind, ...], window_ns: int, most: int = 6) -> tuple[Fault, ...]:
+def plan(dice: random.Random, kinds: tuple[FaultKind, ...], window_ns: int, most: int = 8) -> tuple[Fault, ...]:
     """Up to `most` faults within the window, of kinds drawn evenly."""
     if not kinds:
         return ()
@@ -89,9 +105,9 @@ def plan(dice: random.Random, kinds: tuple[FaultKind, ...], window_ns: int, most
 
 def _draw(dice: random.Random, kind: FaultKind, window_ns: int) -> Fault:
     at_ns, target = dice.randrange(window_ns), dice.randrange(1 << 16)
-    if kind in (FaultKind.DROP, FaultKind.DELAY, FaultKind.DUPLICATE, FaultKind.REORDER):
+    if kind in NETWORK_FAULTS:
         base = dice.choice(MESSAGES)
-        only = () if dice.random() < 0.4 else (base, base + "_reply")
+        only = () if dice.random() < 0.4 else (base, f"{base}_reply", f"{base}_cancel")
         amount = dice.choice((0.05, 0.2)) if not only else dice.choice((0.1, 0.3, 0.6))
         return Fault(kind, at_ns, target, dice.randrange(1, 5) * SECOND, amount, only)
     if kind in (FaultKind.SLOW_DECODE, FaultKind.SLOW_PREFILL):

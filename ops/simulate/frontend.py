@@ -1,433 +1,352 @@
-"""Frontends: each request's way through the cluster, retries included, and what its client has seen.
+"""A frontend: the shipped engine core client, its requests and its loops towards the controller, in virtual time.
 
-The client's view is the ground truth that the checkers judge: which positions arrived, in what order, how it ended.
+Nothing of a request is decided here. In the place of vLLM's AsyncLLM stands a reader that hands tokens to clients; in
+the place of Ray stand ports that call simulated processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-import msgspec
+from ray.exceptions import RayActorError
 
-from actors.messages import (
-    AdmitRequest,
-    Adopt,
-    Claim,
-    Ended,
-    FrontendCommand,
-    FrontendHeartbeat,
-    FrontendReply,
-    HandOver,
-    Outcome,
-    Overloaded,
-    PrefillDone,
-    ReplicaLeaving,
-    ReplicaLost,
-    Role,
-    Ticket,
-    Verdict,
-    WaitForHandOver,
-)
+from actors.messages import Configure, HandOver, PrefillDone, ReplicaId, ReplicaLost, Request, Ticket
 from actors.transfer.staging import Key
-from ops.simulate.control import ControllerSim
-from ops.simulate.engines import DecodeJob, DecodeSim, PrefillSim, ReplicaSim, Stream
-from ops.simulate.world import MS, SECOND, Done, Net, Process, World
+from app.api.errors import RequestErrorResponse
+from app.metrics import Discard, FrontendMetrics
+from app.request.context import CALLER, Caller
+from app.request.core_client import GROUP, FerryCoreClient
+from app.request.group import SequenceGroup
+from app.request.state import RequestError
+from app.rpc.controller_loops import ControllerLoops
+from app.rpc.ports import ReplicaGone
+from app.rpc.remote import RemoteController
+from cluster.spec import ClusterSpec
+from ops.simulate.clients import Record, Sequence
+from ops.simulate.controller import ControllerSim
+from ops.simulate.decode import DecodeSim, TokenStream
+from ops.simulate.model import Model, Script, advance, prompt_of, request_of
+from ops.simulate.network import ConnectionLost, Handler, Net
+from ops.simulate.prefill import PrefillSim
+from ops.simulate.replica import ReplicaSim
+from ops.simulate.traces import Arrival
+from ops.simulate.world import Done, Process, ProcessLoop, World
 
-BEAT_NS = SECOND
-RETRY_NS = 100 * MS
-PATIENCE_NS = 30 * SECOND  # how long a request waits for a controller that is away
-
-
-@dataclass(slots=True)
-class Record:
-    """What a client asked for and what it saw."""
-
-    request_id: str
-    arrival_ns: int
-    prompt_tokens: int
-    output_tokens: int
-    max_tokens: int
-    session: str = ""
-    tenant: str = ""
-    prefix_hashes: tuple[int, ...] = ()
-    next_position: int = 0
-    duplicated: int = 0
-    gaps: int = 0
-    first_token_ns: int = 0
-    end_ns: int = 0
-    outcome: str = ""  # done, cancelled, busy, failed, client_gone
-    ends: int = 0
-    detail: str = ""
-    attempts: int = 0
-    alone: bool = False
-
-    def end(self, outcome: str, detail: str, now_ns: int) -> None:
-        self.ends += 1
-        if self.ends == 1:
-            self.outcome, self.detail, self.end_ns = outcome, detail, now_ns
+Find = Callable[[str], ReplicaSim | None]
 
 
-class Story:
-    """One request. `phase`: admit, prefill, submit, stream, relocate, ended."""
+class ActorHandle:
+    """What a frontend has of the controller: `handle.method.remote(...)` is a future, or raises `RayActorError`."""
 
-    def __init__(self, frontend: FrontendSim, record: Record) -> None:
-        self.frontend = frontend
-        self.record = record
-        self.phase = "admit"
-        self.ticket: Ticket | None = None
-        self.prefilled = False
-        self.hand_over: HandOver | None = None
-        self.losses = 0
-        self.cancelled = False
-        self.admit_request = AdmitRequest(
-            request_id=record.request_id,
-            frontend_id=frontend.name,
-            num_prompt_tokens=record.prompt_tokens,
-            max_tokens=record.max_tokens,
-            session=record.session,
-            tenant=record.tenant,
-            prefix_hashes=record.prefix_hashes,
-        )
-        self._asked_ns = frontend.world.now_ns
-        self.ask()
+    def __init__(self, frontend: FrontendSim, net: Net, controller: ControllerSim) -> None:
+        self._frontend = frontend
+        self._net = net
+        self._controller = controller
 
     @property
-    def controller(self) -> ControllerSim:
-        return self.frontend.controller
+    def call(self) -> Method:
+        return Method(self._call)
 
     @property
-    def key(self) -> Key:
-        assert self.ticket is not None
-        return self.ticket.ticket_id, self.ticket.attempt
+    def orders(self) -> Method:
+        return Method(self._orders)
 
-    @property
-    def request(self) -> AdmitRequest:
-        return msgspec.structs.replace(self.admit_request, num_output_tokens=self.record.next_position)
+    async def _call(self, message: Request[Any]) -> Any:
+        if isinstance(message, ReplicaLost):
+            self._frontend.check_loss(message)
+        return await self._ask(type(message).__name__, self._controller.handler_of(message))
 
-    def claim(self) -> Claim:
-        assert self.ticket is not None
-        return Claim(
-            ticket=self.ticket,
-            request=self.request,
-            num_output_tokens=self.record.next_position,
-            decoding=self.phase in ("submit", "stream"),
-        )
+    async def _orders(self, frontend_id: str, timeout_s: float) -> Any:
+        return await self._ask("orders", self._controller.poll(frontend_id, timeout_s))
 
-    # -- a ticket
+    async def _ask(self, kind: str, handler: Handler) -> Any:
+        try:
+            return await self._net.ask(self._frontend, self._controller, kind, handler)
+        except ConnectionLost as error:
+            raise RayActorError(error_msg=str(error)) from None
 
-    def ask(self) -> None:
-        self.controller.call(self.frontend, self.request, self.answered, self._ask_again)
 
-    def _ask_again(self, _: str) -> None:
-        if self.phase == "ended":
-            return
-        if self.frontend.world.now_ns - self._asked_ns > PATIENCE_NS:
-            self.end("failed", "the controller is away")
-        else:
-            self.frontend.later(RETRY_NS, self.ask)
+class Method:
+    """A method of the handle: `remote(...)` begins the call."""
 
-    def answered(self, answer: Ticket | Overloaded) -> None:
-        if isinstance(answer, Overloaded):
-            if self.phase in ("admit", "relocate") and not self.cancelled:
-                self.end("busy" if self.phase == "admit" else "failed", answer.reason)
-            return
-        if self.phase == "ended":
-            self.ticket = self.ticket or answer
-            self.frontend.tell_ended(answer.ticket_id, Outcome.CANCELLED, self.record.next_position)
-            return
-        if self.phase not in ("admit", "relocate") or (self.ticket and answer.attempt <= self.ticket.attempt):
-            return
-        self.ticket = answer
-        self.record.attempts += 1
-        self.frontend.by_ticket[answer.ticket_id] = self
-        self.prefilled, self.hand_over = False, None
-        if answer.prefill is None:
-            self.record.alone = True
-            self.submit()
-            return
-        self.phase = "prefill"
-        self._prefill(answer)
-        self._want(answer)
+    def __init__(self, call: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._call = call
 
-    def _prefill(self, ticket: Ticket) -> None:
-        key = self.key
-        replica = self.frontend.find(ticket.prefill or "")
+    def remote(self, *args: Any) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self._call(*args))
 
-        def done(found: PrefillDone | str) -> None:
-            if self.phase != "prefill" or self.key != key:
-                return
-            if isinstance(found, PrefillDone):
-                self.prefilled = True
-                self._both()
-            else:
-                self.lost(Role.PREFILL, found)
 
-        if not isinstance(replica, PrefillSim):
-            self.frontend.later(MS, done, "no such replica")
-            return
-        tokens = self.record.prompt_tokens + self.record.next_position
-        self.frontend.net.call(
-            self.frontend, replica, "prefill", lambda answer: replica.prefill(ticket, tokens, answer), done, done
-        )
-        self.frontend.later(int(ticket.deadline_s * SECOND), done, "no answer in time")
+class ControllerPort(RemoteController):
+    """The shipped one, with the simulated process ended instead of Ray's."""
 
-    def _want(self, ticket: Ticket) -> None:
-        key, timeout_ns = self.key, int(ticket.deadline_s * SECOND)
+    def __init__(self, frontend: FrontendSim) -> None:
+        handle = ActorHandle(frontend, frontend.net, frontend.controller)
+        super().__init__(lambda: handle, frontend.name, cancel=lambda call: call.cancel())
+        self._frontend = frontend
 
-        def done(found: HandOver | Verdict) -> None:
-            if self.phase != "prefill" or self.key != key:
-                return
-            if isinstance(found, HandOver):
-                self.hand_over = found
-                self._both()
-            elif found is Verdict.MISSING:
-                self.lost(Role.PREFILL, "the seal did not come")
-            else:
-                self.submit()
+    def restart(self) -> None:
+        if self._frontend.alive:
+            self._frontend.controller.restart()
 
-        def again(_: str) -> None:
-            if self.phase == "prefill" and self.key == key:
-                self.frontend.later(RETRY_NS, self._want, ticket)
 
-        self.controller.call(
-            self.frontend, WaitForHandOver(ticket.ticket_id, ticket.attempt, timeout_ns / 1e9), done, again
-        )
+class EnginePort:
+    """Calls to one named replica, as Serve makes them: at most once, and cancelled with their caller."""
 
-    def _both(self) -> None:
-        if self.prefilled and self.hand_over is not None:
-            self.submit()
+    def __init__(self, frontend: FrontendSim) -> None:
+        self._frontend = frontend
 
-    # -- decode
+    async def _call(self, replica_id: ReplicaId, kind: str, handler: Callable[[Any], Handler]) -> Any:
+        replica = self._frontend.find(replica_id)
+        if replica is None:
+            raise ReplicaGone(replica_id, "no such replica")
+        try:
+            return await self._frontend.net.ask(self._frontend, replica, kind, handler(replica), once=True)
+        except ConnectionLost as error:
+            raise ReplicaGone(replica_id, str(error)) from None
 
-    def submit(self) -> None:
-        assert self.ticket is not None
-        self.phase = "submit"
-        ticket, hand_over, key = self.ticket, self.hand_over, self.key
-        record = self.record
-        replica = self.frontend.find(ticket.decode)
+    async def utility(self, method: str, args: list[Any]) -> list[Any]:
+        return []
 
-        def done(refused: str) -> None:
-            if self.phase == "submit" and self.key == key:
-                if refused:
-                    self.lost(Role.DECODE, refused)
-                else:
-                    self.phase = "stream"
 
-        if not isinstance(replica, DecodeSim):
-            self.frontend.later(MS, done, "no such replica")
-            return
-        job = DecodeJob(
-            ticket,
-            self.frontend.name,
-            record.request_id,
-            record.prompt_tokens,
-            record.next_position,
-            record.output_tokens,
-            hand_over,
-        )
-        stream = self.frontend.stream(replica)
-        self.frontend.net.call(
-            self.frontend, replica, "submit", lambda answer: answer(replica.submit(replace(job), stream)), done, done
-        )
-        self.frontend.later(10 * SECOND, done, "no answer in time")
+class PrefillPort(EnginePort):
+    async def prefill(self, replica_id: ReplicaId, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
+        def handler(replica: PrefillSim) -> Handler:
+            return lambda answer: replica.prefill(ticket, frames, answer)
 
-    def tokens(self, first: int, count: int, finished: bool) -> None:
-        """Of the current attempt only."""
-        record, now_ns = self.record, self.frontend.world.now_ns
-        if self.phase not in ("submit", "stream"):
-            return
-        self.phase = "stream"
-        if first < record.next_position:
-            record.duplicated += record.next_position - first
-        elif first > record.next_position:
-            record.gaps += first - record.next_position
-        record.first_token_ns = record.first_token_ns or now_ns
-        record.next_position = first + count
-        if finished:
-            self.end("done", "")
+        done: PrefillDone = await self._call(replica_id, "prefill", handler)
+        return done
 
-    # -- losses and ends
 
-    def lost(self, role: Role, reason: str) -> None:
-        assert self.ticket is not None
-        if self.phase in ("ended", "relocate", "admit"):
-            return
-        self.losses += 1
-        self.phase = "relocate"
-        ticket = self.ticket
-        replica_id = ticket.decode if role is Role.DECODE else ticket.prefill or ""
-        self.frontend.abort(ticket)
-        self._report(ticket, role, replica_id, reason, self.frontend.world.now_ns)
+class DecodePort(EnginePort):
+    async def submit(
+        self, replica_id: ReplicaId, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None
+    ) -> None:
+        def handler(replica: DecodeSim) -> Handler:
+            return lambda answer: replica.submit(self._frontend.name, frames, ticket, hand_over, answer)
 
-    def _report(self, ticket: Ticket, role: Role, replica_id: str, reason: str, since_ns: int) -> None:
-        def again(_: str) -> None:
-            if self.phase != "relocate" or self.ticket is not ticket:
-                return
-            if self.frontend.world.now_ns - since_ns > PATIENCE_NS:
-                self.end("failed", "the controller is away")
-            else:
-                self.frontend.later(RETRY_NS, self._report, ticket, role, replica_id, reason, since_ns)
+        await self._call(replica_id, "submit", handler)
+        self._frontend.submitted.add((ticket.ticket_id, ticket.attempt))
 
-        if self.phase != "relocate" or self.ticket is not ticket:
-            return
-        loss = ReplicaLost(
-            ticket_id=ticket.ticket_id,
-            attempt=ticket.attempt,
-            role=role,
-            replica_id=replica_id,
-            reason=reason,
-            num_output_tokens=self.record.next_position,
-            request=self.request,
-        )
-        self.controller.call(self.frontend, loss, self.answered, again)
+    async def abort(self, replica_id: ReplicaId, engine_ids: list[str]) -> None:
+        def handler(replica: DecodeSim) -> Handler:
+            def abort(answer: Done) -> None:
+                replica.abort(engine_ids)
+                answer(None)
 
-    def order(self, order: FrontendCommand) -> None:
-        if self.ticket is None or self.phase == "ended":
-            return
-        if order.kind == "cancelled":
-            self.end("failed", f"given up by the controller: {order.reason}")
-        elif order.attempt == self.ticket.attempt:
-            if order.role is Role.PREFILL and self.phase != "prefill":
-                return  # decode has what it needs
-            self.lost(order.role, order.reason)
+            return abort
 
-    def cancel(self) -> None:
-        """The client leaves."""
-        if self.phase != "ended":
-            self.cancelled = True
-            self.end("cancelled", "the client left")
+        await self._call(replica_id, "abort", handler)
 
-    def end(self, outcome: str, detail: str) -> None:
-        if self.phase == "ended":
-            return
-        was, self.phase = self.phase, "ended"
-        self.record.end(outcome, detail, self.frontend.world.now_ns)
-        self.frontend.stories.pop(self.record.request_id, None)
-        if self.ticket is None:
-            return
-        if outcome != "done" and was != "admit":
-            self.frontend.abort(self.ticket)
-        told = {"done": Outcome.DONE, "cancelled": Outcome.CANCELLED}.get(outcome, Outcome.FAILED)
-        self.frontend.tell_ended(self.ticket.ticket_id, told, self.record.next_position)
+    def outputs(self, replica_id: ReplicaId) -> Outputs:
+        return Outputs(self, replica_id)
+
+
+class Outputs:
+    """An output stream as an async iterator: `[]` once it stands, then one message an engine step."""
+
+    def __init__(self, port: DecodePort, replica_id: ReplicaId) -> None:
+        self._port = port
+        self._replica_id = replica_id
+        self._stream: TokenStream | None = None
+
+    def __aiter__(self) -> Outputs:
+        return self
+
+    async def __anext__(self) -> list[bytes]:
+        if self._stream is None:
+            await self._port._call(self._replica_id, "outputs", self._open)
+        assert self._stream is not None
+        frames = await self._stream.queue.get()
+        if frames is None:
+            raise ReplicaGone(self._replica_id, "its output stream broke")
+        return frames
+
+    def _open(self, replica: DecodeSim) -> Handler:
+        frontend = self._port._frontend
+        self._stream = stream = TokenStream(frontend.net, frontend, replica)
+        return lambda answer: replica.open_stream(stream, answer)
+
+    async def aclose(self) -> None:
+        if self._stream is not None and self._stream.open:
+            self._stream.close()
+
+
+class CountedMetrics(FrontendMetrics):
+    """The frontend's counters, kept here; nothing is exported."""
+
+    def __init__(self, counted: dict[str, float]) -> None:
+        self._counted = counted
+        super().__init__(Discard)
+
+    def count(self, name: str, value: float = 1.0, **labels: str) -> None:
+        self._counted[name] = self._counted.get(name, 0) + value
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        pass
 
 
 class FrontendSim(Process):
     kind = "frontend"
 
     def __init__(
-        self, world: World, net: Net, name: str, controller: ControllerSim, find: Callable[[str], ReplicaSim | None]
+        self, world: World, net: Net, name: str, spec: ClusterSpec, controller: ControllerSim, model: Model, find: Find
     ) -> None:
         super().__init__(world, name)
         self.net = net
+        self.spec = spec
         self.controller = controller
+        self.model = model
         self.find = find
-        self.stories: dict[str, Story] = {}
-        self.by_ticket: dict[int, Story] = {}
-        self.streams: dict[str, Stream] = {}
-        self._stamp = self._epoch = 0
-        self.later(BEAT_NS, self._beat)
+        self.counted: dict[str, float] = {}  # its metrics, all lives together
+        self._base_name = name
+        self._begin()
+
+    def _begin(self) -> None:
+        self.records: dict[str, Record] = {}  # requests of this life that have not ended
+        self._sequences: dict[str, tuple[Record, Sequence]] = {}  # that the output processor still knows
+        self._losses: set[Key] = set()  # reported
+        self.submitted: set[Key] = set()  # decode has said that it has them
+        self.client: FerryCoreClient | None = None
+        self.loop = ProcessLoop(self)  # type: ignore[abstract]  # what no shipped code calls is not there
+        self.loop.spawn(self._main())
+
+    async def _main(self) -> None:
+        controller = ControllerPort(self)
+        self.client = client = FerryCoreClient(
+            self.name,
+            controller,
+            PrefillPort(self),
+            DecodePort(self),
+            block_tokens=self.spec.pools.decode.block_tokens,
+            num_engines=self.spec.pools.decode.bounds[1],
+            retries_mismatch=self.spec.integrity.policy == "retry",
+            metrics=CountedMetrics(self.counted),
+        )
+        client.on_fault = self._failed
+        hung_s = 2 * self.spec.admission.fence_after_s
+        self.controller_loops = ControllerLoops(controller, client, Configure(self.spec), hung_s)
+        self.controller_loops.start()
+        while True:
+            outputs = await client.get_output_async()
+            ended = [end for output in outputs.outputs if (end := self._take(output))]
+            if ended:
+                await client.abort_requests_async(ended)
 
     def reborn(self) -> None:
         super().reborn()
-        self.name = f"{self.name.split('~')[0]}~{self.life}"
-        self._stamp = self._epoch = 0
-        self.later(BEAT_NS, self._beat)
-
-    def accept(self, record: Record) -> None:
-        self.stories[record.request_id] = Story(self, record)
+        self.name = f"{self._base_name}~{self.life}"
+        self._begin()
 
     def die(self) -> None:
         super().die()
-        for story in self.stories.values():
-            story.phase = "ended"
-            story.record.end("client_gone", "its frontend died", self.world.now_ns)
-        self.stories, self.by_ticket = {}, {}
-        for name, stream in self.streams.items():
-            stream.open = False
-            replica = self.find(name)
-            if isinstance(replica, DecodeSim) and replica.alive:
-                replica.later(10 * MS, replica.stream_closed, self.name)
-        self.streams = {}
+        for record in self.records.values():
+            record.end("client_gone", "its frontend died", self.world.now_ns)
+        self.records, self._sequences = {}, {}
+        self.loop.end()
 
-    # -- roads
+    def replicas_left(self, replica_ids: list[str]) -> None:
+        self.loop.spawn(self._replicas_left(replica_ids))
 
-    def stream(self, replica: DecodeSim) -> Stream:
-        """The stream from that replica; a broken one is replaced when this side has learned of it, not before."""
-        found = self.streams.get(replica.name)
+    async def _replicas_left(self, replica_ids: list[str]) -> None:
+        self.controller_loops.replicas_left(replica_ids)
+
+    # -- requests
+
+    def accept(self, record: Record, arrival: Arrival) -> None:
+        self.records[record.request_id] = record
+        self.loop.spawn(self._add(record, arrival))
+
+    async def _add(self, record: Record, arrival: Arrival) -> None:
+        """What `FerryLLM.add_request` does with a request of n sequences."""
+        assert self.client is not None
+        CALLER.set(Caller(tenant=arrival.tenant, session=arrival.session))
+        group = SequenceGroup(arrival.num_sequences)
+        GROUP.set(group)
+        prompt = prompt_of(arrival)
+        start = advance(0, prompt)
+        try:
+            for seed in range(arrival.num_sequences):
+                if record.ends:
+                    break
+                sequence = self._sequence(record, arrival, seed, start, len(prompt))
+                request = request_of(sequence.request_id, arrival, prompt, arrival.limit_of(seed), seed)
+                self._sequences[sequence.request_id] = (record, sequence)
+                await self.client.add_request_async(request)
+        except RequestErrorResponse as error:
+            self._end_record(record)
+            record.fail(error.fault, self.world.now_ns)
+        finally:
+            self.client.close_group(group)
+
+    def _sequence(self, record: Record, arrival: Arrival, seed: int, start: int, num_prompt: int) -> Sequence:
+        name = record.request_id if arrival.num_sequences == 1 else f"{seed}_{record.request_id}"
+        last = arrival.length_of(seed)
+        script = Script(num_prompt, last if arrival.ending == "eos" else None)
+        self.model.scripts[name] = script
+        sequence = Sequence(name, script, start, None if arrival.recovery == "none" else seed, last)
+        sequence.stops = arrival.ending == "stop"
+        record.sequences.append(sequence)
+        return sequence
+
+    def _take(self, output: Any) -> str:
+        """One output for the client. The request's id when the client's stop string ends it before the engine does."""
+        found = self._sequences.get(output.request_id)
         if found is None:
-            found = Stream(self._tokens)
-            found.broken = partial(self._broken, replica.name, found)
-            self.streams[replica.name] = found
-        return found
+            return ""
+        record, sequence = found
+        before = sequence.position
+        tokens = output.new_token_ids
+        stopped = sequence.stops and before + len(tokens) >= sequence.last
+        record.take(sequence, tokens[: sequence.last - before] if stopped else tokens, self.world.now_ns)
+        if stopped or output.finish_reason is not None:
+            sequence.finished = True
+            del self._sequences[output.request_id]
+            if all(s.finished for s in record.sequences) and len(record.sequences) == record.num_sequences:
+                self.records.pop(record.request_id, None)
+                record.end("done", "", self.world.now_ns)
+        return output.request_id if stopped and output.finish_reason is None else ""
 
-    def _tokens(self, batch: list[tuple[Key, int, int, bool]]) -> None:
-        for key, first, count, finished in batch:
-            story = self.by_ticket.get(key[0])
-            if story is not None and story.ticket is not None and story.key == key:
-                story.tokens(first, count, finished)
+    def _failed(self, request_id: str, error: RequestError) -> None:
+        found = self._sequences.get(request_id)
+        if found is not None:
+            self._end_record(found[0])
+            found[0].fail(error, self.world.now_ns)
 
-    def _broken(self, replica_id: str, stream: Stream, reason: str) -> None:
-        stream.open = False
-        if not self.alive or self.streams.get(replica_id) is not stream:
-            return
-        del self.streams[replica_id]
-        for story in list(self.stories.values()):
-            if story.ticket is not None and story.ticket.decode == replica_id and story.phase in ("submit", "stream"):
-                story.lost(Role.DECODE, reason)
+    def leave(self, record: Record) -> None:
+        """The client hangs up."""
+        record.end("cancelled", "the client left", self.world.now_ns)
+        self.loop.call_soon(self._end_record, record)
 
-    def abort(self, ticket: Ticket) -> None:
-        """Tells both sides at once; a lost message is made good by the controller's cancels."""
-        for name in {ticket.decode, ticket.prefill or ""}:
-            replica = self.find(name)
-            if replica is not None:
-                self._abort_at(replica, ticket)
+    def _end_record(self, record: Record) -> None:
+        """Nobody reads its tokens any more: every sequence of it is cancelled."""
+        assert self.client is not None
+        self.records.pop(record.request_id, None)
+        names = [sequence.request_id for sequence in record.sequences]
+        for name in names:
+            self._sequences.pop(name, None)
+        self.client.cancel(names)
 
-    def _abort_at(self, replica: ReplicaSim, ticket: Ticket) -> None:
-        def handler(answer: Done) -> None:
-            replica.abort(ticket.ticket_id, ticket.attempt)
-            answer(None)
-
-        self.net.call(self, replica, "abort", handler, lambda _: None, lambda _: None)
-
-    def tell_ended(self, ticket_id: int, outcome: Outcome, tokens: int, tries: int = 60) -> None:
-        self.by_ticket.pop(ticket_id, None)
-
-        def again(_: str) -> None:
-            if tries:
-                self.later(RETRY_NS * 5, self.tell_ended, ticket_id, outcome, tokens, tries - 1)
-
-        self.controller.call(self, Ended(ticket_id, outcome, tokens), lambda _: None, again)
-
-    def replica_leaving(self, replica_id: str) -> None:
-        self.controller.call(self, ReplicaLeaving(replica_id))
-
-    # -- heartbeat
-
-    def _beat(self) -> None:
-        self._tell_live()
-        self.later(BEAT_NS, self._beat)
-
-    def _tell_live(self) -> None:
-        live = tuple(ticket_id for ticket_id, story in self.by_ticket.items() if story.phase != "ended")
-        self.controller.call(
-            self,
-            FrontendHeartbeat(self.name, live, self._stamp),
-            self._heed,
-            lambda _: self.later(RETRY_NS, self._tell_live),
-        )
-
-    def _heed(self, reply: FrontendReply) -> None:
-        self._stamp = max(self._stamp, reply.stamp) if reply.epoch == self._epoch else reply.stamp
-        self._epoch = reply.epoch
-        if not reply.known:
-            claims = tuple(story.claim() for story in self.by_ticket.values() if story.phase != "ended")
-            self.controller.call(self, Adopt(self.name, claims))
-        for order in reply.orders:
-            story = self.by_ticket.get(order.ticket_id)
-            if story is not None:
-                story.order(order)
+    def check_loss(self, loss: ReplicaLost) -> None:
+        """A request gives up its replica: not without a cause, where the truth is plain to see."""
+        key = loss.ticket_id, loss.attempt
+        if key in self._losses or loss.request is None:
+            return  # said again
+        self._losses.add(key)
+        replica, known = self.find(loss.replica_id), self.controller.machine.registry.replicas.get(loss.replica_id)
+        allowed = loss.page_integrity or "leaving" in loss.reason or "claimed" in loss.reason
+        if (
+            isinstance(replica, DecodeSim)
+            and replica.works_on(key, self)
+            and key in self.submitted
+            and self.controller.alive
+            and known is not None
+            and not known.fenced
+            and not (allowed or loss.request.num_sequences > 1)
+        ):
+            text = f"{loss.request.request_id} gives up {loss.replica_id}, which is well: {loss.reason}"
+            self.world.violations.append(text)
 
     def __repr__(self) -> str:
-        return f"{self.name}({len(self.stories)} live)"
+        return f"{self.name}({len(self.records)} live)"

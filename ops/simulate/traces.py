@@ -22,6 +22,17 @@ class Arrival:
     session: str = ""
     tenant: str = ""
     prefix_hashes: tuple[int, ...] = ()
+    num_sequences: int = 1  # n of the API
+    recovery: str = "resume"  # resume, replay, none: how it survives the loss of its decode replica
+    ending: str = "eos"  # eos: the model ends it; length: max_tokens does; stop: a stop string, found by the frontend
+
+    def length_of(self, sequence: int) -> int:
+        """Output tokens of that sequence when nothing goes wrong."""
+        return max(1, self.output_tokens - sequence * (self.output_tokens // 4))
+
+    def limit_of(self, sequence: int) -> int:
+        """The sequence's max_tokens."""
+        return self.length_of(sequence) if self.ending == "length" else max(self.max_tokens, self.output_tokens + 8)
 
 
 class TraceError(ValueError):

@@ -1,23 +1,32 @@
-"""Virtual time, processes that can die or hang, and a network that can be told to misbehave. Deterministic.
+"""Virtual time, and processes that can die or hang. Deterministic.
 
-Nothing here reads a clock or global randomness: one seeded generator, one heap of events. A message is a call with an
-answer, as between Ray actors; a caller whose call or answer was lost learns it as an error a moment later, and a
-caller whose callee is dead learns it at once. So "drop" is a broken connection, not silence; silence is a hang.
+Nothing here reads a clock or global randomness: one seeded generator, one heap of events. A process may have an
+asyncio event loop of its own, so that shipped asyncio code runs in virtual time as it is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import math
 import random
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from contextvars import Context
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ops.simulate.network import Call
 
 MS = 1_000_000
 SECOND = 1_000_000_000
 
 Done = Callable[[Any], None]
 Failed = Callable[[str], None]
+
+
+def ignore(_: Any) -> None:
+    pass
 
 
 class World:
@@ -27,33 +36,37 @@ class World:
         self.now_ns = 0
         self.random = random.Random(seed)
         self.events = 0
+        self.violations: list[str] = []  # seen as they happened, exceptions that no task handled among them
+        self.soon: deque[tuple[ProcessLoop, asyncio.Handle]] = deque()
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
 
     def at(self, delay_ns: int, action: Callable[..., None], *args: Any) -> None:
+        """Schedules `action(*args)` in `delay_ns` nanoseconds; a negative delay means now."""
         self._number += 1
         heapq.heappush(self._heap, (self.now_ns + max(0, delay_ns), self._number, action, args))
 
     def run(self, until_ns: int, stop: Callable[[], bool] | None = None) -> None:
-        """Until `until_ns`, or until `stop` says so (looked at once a virtual second)."""
+        """Until `until_ns`, or until `stop` says so (asked once a virtual second)."""
         look_ns = self.now_ns + SECOND
+        self._run_soon()
         while self._heap and self._heap[0][0] <= until_ns:
             self.now_ns, _, action, args = heapq.heappop(self._heap)
             self.events += 1
             action(*args)
+            self._run_soon()
             if stop is not None and self.now_ns >= look_ns:
                 look_ns = self.now_ns + SECOND
                 if stop():
                     return
         self.now_ns = until_ns
 
-
-@dataclass(slots=True)
-class _Call:
-    """One call in flight at its callee."""
-
-    failed: Failed
-    answered: bool = False
+    def _run_soon(self) -> None:
+        soon = self.soon
+        while soon:
+            loop, handle = soon.popleft()
+            self.events += 1
+            loop.run_handle(handle)
 
 
 class Process:
@@ -68,7 +81,7 @@ class Process:
         self.life = 1
         self.hung_until_ns = 0
         self.slow = 1.0
-        self.calls: dict[int, _Call] = {}
+        self.calls: dict[int, Call] = {}  # calls that have arrived here and are not answered yet
 
     @property
     def hung(self) -> bool:
@@ -87,12 +100,11 @@ class Process:
         action(*args)
 
     def die(self) -> None:
-        """Everybody who waits for an answer learns it soon."""
+        """Every caller that waits for an answer learns it soon."""
         self.alive = False
         calls, self.calls = self.calls, {}
         for call in calls.values():
-            if not call.answered:
-                self.world.at(2 * MS, call.failed, f"{self.name} died")
+            call.callee_died()
 
     def reborn(self) -> None:
         self.alive = True
@@ -101,81 +113,111 @@ class Process:
         self.slow = 1.0
 
 
-@dataclass(slots=True)
-class Weather:
-    """What happens to messages now. Probabilities a leg; `only` limits it to these message kinds (empty: all)."""
+class ProcessLoop(asyncio.AbstractEventLoop):
+    """The asyncio event loop of one life of one process: its clock is the world's, and it stops with the process.
 
-    drop: float = 0.0
-    delay: float = 0.0
-    delay_ns: int = 0
-    duplicate: float = 0.0
-    only: frozenset[str] = field(default_factory=frozenset)
+    `asyncio.to_thread` runs its function in place. An exception that no task handles is kept in `world.violations`.
+    """
 
-    def covers(self, kind: str) -> bool:
-        return not self.only or kind in self.only
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._life = process.life
+        self._world = process.world
+        self._ended = False
+        self._rest: deque[asyncio.Handle] = deque()
 
+    # -- for the simulator
 
-class Net:
-    """Calls between processes. `spread_ns` alone already reorders messages; delays do so grossly."""
+    def spawn(self, work: Any) -> asyncio.Task[Any]:
+        """Starts a coroutine from outside the loop."""
+        return self.create_task(work, context=Context())
 
-    ERROR_NS = 400 * MS  # after this a broken connection shows
-
-    def __init__(self, world: World, base_ns: int = 300_000, spread_ns: int = 700_000) -> None:
-        self.world = world
-        self.base_ns = base_ns
-        self.spread_ns = spread_ns
-        self.weather: list[Weather] = []
-        self.counts = {"messages": 0, "dropped": 0, "delayed": 0, "duplicated": 0}
-        self._calls = 0
-
-    def call(
-        self, source: Process, target: Process, kind: str, handler: Callable[[Done], None], done: Done, failed: Failed
-    ) -> None:
-        """Runs `handler(answer)` at `target`; then `done(value)` or `failed(reason)` at `source`, exactly once."""
-        self._calls += 1
-        number, life, finished = self._calls, source.life, [False]
-
-        def finish(action: Callable[[Any], None], value: Any) -> None:
-            if not finished[0]:
-                finished[0] = True
-                if source.alive and source.life == life:
-                    source.later(0, action, value)
-
-        def fail(reason: str) -> None:
-            finish(failed, reason)
-
-        def arrive() -> None:
-            if not target.alive:
-                fail(f"{target.name} is dead")
-            elif target.hung:
-                self.world.at(target.hung_until_ns - self.world.now_ns, arrive)
-            else:
-                entry = target.calls.setdefault(number, _Call(fail))
-                handler(lambda value: answer(entry, value))
-
-        def answer(entry: _Call, value: Any) -> None:
-            if not entry.answered:
-                entry.answered = True
-                target.calls.pop(number, None)
-                self._leg(kind + "_reply", lambda: finish(done, value), fail)
-
-        self._leg(kind, arrive, fail)
-
-    def _leg(self, kind: str, deliver: Callable[[], None], fail: Failed) -> None:
-        dice = self.world.random
-        self.counts["messages"] += 1
-        delay_ns = self.base_ns + int(dice.random() * self.spread_ns)
-        for weather in self.weather:
-            if not weather.covers(kind):
-                continue
-            if dice.random() < weather.drop:
-                self.counts["dropped"] += 1
-                self.world.at(self.ERROR_NS, fail, "connection lost")
+    def run_handle(self, handle: asyncio.Handle) -> None:
+        if handle.cancelled():
+            return
+        process = self._process
+        if not self._ended:
+            if not process.alive or process.life != self._life:
                 return
-            if dice.random() < weather.delay:
-                self.counts["delayed"] += 1
-                delay_ns += int(dice.random() * weather.delay_ns)
-            if dice.random() < weather.duplicate:
-                self.counts["duplicated"] += 1
-                self.world.at(delay_ns + int(dice.random() * 50 * MS), deliver)
-        self.world.at(delay_ns, deliver)
+            if process.hung:
+                self._world.at(process.hung_until_ns - self._world.now_ns, self.run_handle, handle)
+                return
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)
+        try:
+            handle._run()
+        finally:
+            asyncio._set_running_loop(before)
+
+    def end(self) -> None:
+        """The process is gone. Its tasks are unwound apart from the world, so that none of them lingers in memory.
+
+        Calls that they still make must fail at once: the ports refuse a process that does not live.
+        """
+        self._ended = True
+        for _ in range(50):
+            tasks = asyncio.all_tasks(self)
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            while self._rest:
+                self.run_handle(self._rest.popleft())
+
+    # -- asyncio's surface
+
+    def time(self) -> float:
+        return self._world.now_ns / SECOND
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        if self._ended:
+            self._rest.append(handle)
+        else:
+            self._world.soon.append((self, handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        if not self._ended:
+            self._world.at(math.ceil(when * SECOND) - self._world.now_ns, self.run_handle, timer)
+        return timer
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
+        return asyncio.Task(coro, loop=self, name=name, context=context)
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self._ended:
+            self._world.violations.append(f"{self._process.name}: {context.get('exception') or context['message']!r}")
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return not self._ended
+
+    def is_closed(self) -> bool:
+        return self._ended

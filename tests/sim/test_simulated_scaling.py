@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from actors.messages import Role
-from ops.simulate import autoscalers, plots, published, scale
-from ops.simulate.autoscalers import ServeScaler, ServeSettings, flaps, judge, long_bursts, play
+from ops.bench.scaling import autoscale, plots, published, scale
+from ops.bench.scaling.autoscale import ServeScaler, ServeSettings, flaps, judge, long_bursts, play
 from ops.simulate.checkers import check
 from ops.simulate.cluster import ClusterSim
 from ops.simulate.faults import FaultKind
@@ -151,13 +151,13 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         plots.plot_run(cluster, tmp_path / "run.png"),
         plots.plot_scaling({"a: occupancy": cluster, "a: ongoing": cluster}, tmp_path / "scaling.png"),
         plots.plot_curve(curve, tmp_path / "curve.png"),
-        plots.plot_front(autoscalers.summaries([outcome("occupancy", 1, 0.9, 20.0, 1)]), tmp_path / "front.png"),
+        plots.plot_front(autoscale.summaries([outcome("occupancy", 1, 0.9, 20.0, 1)]), tmp_path / "front.png"),
     ):
         assert path.read_bytes()[:4] == b"\x89PNG"
 
 
-def outcome(policy: str, seed: int, slo: float, gpu_hours: float, flaps: int) -> autoscalers.Outcome:
-    return autoscalers.Outcome(policy, "long bursts", seed, 100, slo, gpu_hours, flaps, 0, 1.0, 2.0, 1, 3)
+def outcome(policy: str, seed: int, slo: float, gpu_hours: float, flaps: int) -> autoscale.Outcome:
+    return autoscale.Outcome(policy, "long bursts", seed, 100, slo, gpu_hours, flaps, 0, 1.0, 2.0, 1, 3)
 
 
 def test_the_comparison_is_a_table_that_says_who_is_beaten() -> None:
@@ -165,11 +165,11 @@ def test_the_comparison_is_a_table_that_says_who_is_beaten() -> None:
     runs += [outcome("Serve 2", seed, 0.8, 30.0, 4) for seed in (1, 2, 3)]
     runs += [outcome("Serve 6", seed, 0.8, 30.0, 0) for seed in (1, 2, 3)]
     runs += [outcome("Serve 1", seed, 1.0, 60.0, 0) for seed in (1, 2, 3)]
-    ours, *serve = found = autoscalers.summaries(runs)
+    ours, *serve = found = autoscale.summaries(runs)
     assert ours.slo.value == pytest.approx(0.92) and ours.slo.half == pytest.approx(4.30 * 0.01 / 3**0.5)
     assert [ours.beats(other) for other in serve] == ["all three", "nowhere worse", ""]
     assert not serve[0].beats(ours)
-    text = autoscalers.table(found)
+    text = autoscale.table(found)
     assert "92.0% ± 2.5" in text and text.count("none of ours") == 1
 
 
@@ -180,8 +180,8 @@ def test_runs_that_are_recorded_are_not_run_again(tmp_path: Path, monkeypatch: p
         played.append(serve)
         return ClusterSim(random_scenario(2, ()), sample_ns=SECOND).run()
 
-    monkeypatch.setattr(autoscalers, "play", quick)
-    monkeypatch.setattr(autoscalers, "policies", lambda trace: [autoscalers.Policy("occupancy")])
-    first = autoscalers.compare(1, 60.0, tmp_path / "runs.jsonl")
-    again = autoscalers.compare(2, 60.0, tmp_path / "runs.jsonl")
+    monkeypatch.setattr(autoscale, "play", quick)
+    monkeypatch.setattr(autoscale, "policies", lambda trace: [autoscale.Policy("occupancy")])
+    first = autoscale.compare(1, 60.0, tmp_path / "runs.jsonl")
+    again = autoscale.compare(2, 60.0, tmp_path / "runs.jsonl")
     assert len(first) == 2 and len(played) == 4 and again[:2] == first

@@ -23,8 +23,8 @@ from actors.messages import AdmitRequest, Role
 from cluster.plan.published import REQUEST_TOKENS, published_pool
 from cluster.plan.roofline import Roofline
 from ops.simulate.cluster import ClusterSim
-from ops.simulate.costs import RooflineCosts
-from ops.simulate.engines import DecodeSim, LinearCosts
+from ops.simulate.costs import LinearCosts, RooflineCosts
+from ops.simulate.decode import DecodeSim
 from ops.simulate.scenario import SPEC, Scenario, Shape
 from ops.simulate.traces import Arrival
 from ops.simulate.world import SECOND
@@ -170,7 +170,7 @@ def main(args: argparse.Namespace) -> int:
         Path(args.markdown).parent.mkdir(parents=True, exist_ok=True)
         Path(args.markdown).write_text(table(points, shapes))
     if args.plot:
-        from ops.simulate.plots import plot_curve
+        from ops.bench.scaling.plots import plot_curve
 
         print(plot_curve(points, Path(args.plot) / "published-curve.png"))
     return 0

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ops.simulate.world import SECOND
 
 if TYPE_CHECKING:
-    from ops.simulate.autoscalers import Summary
+    from ops.bench.scaling.autoscale import Summary
+    from ops.bench.scaling.published import Point
     from ops.simulate.cluster import ClusterSim
-    from ops.simulate.published import Point
 
 
 def _figure(rows: int, columns: int = 1, width: float = 10.0, height: float = 2.2) -> tuple[Any, Any, Any]:

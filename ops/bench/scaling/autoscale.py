@@ -179,7 +179,7 @@ def play(arrivals: list[Arrival], serve: ServeSettings | None, minimum: int = 1)
         scaler = ServeScaler(serve, minimum)
 
         def look() -> None:
-            ongoing = sum(len(frontend.stories) for frontend in cluster.frontends)
+            ongoing = sum(len(frontend.records) for frontend in cluster.frontends)
             up = len(cluster.pool(Role.DECODE))
             cluster.platform.targets[Role.DECODE] = scaler.step(cluster.world.now_ns / SECOND, ongoing, up)
             cluster.world.at(SECOND // 2, look)
@@ -386,7 +386,7 @@ SHOWN = ("occupancy, at least 2", DEFAULT, "Serve 9, quick")
 
 def draw(found: list[Summary], folder: Path, seconds: float = 3_600.0) -> list[Path]:
     """SLO against GPU-hours of every policy, and some runs of seed 1 over time."""
-    from ops.simulate.plots import plot_front, plot_scaling
+    from ops.bench.scaling.plots import plot_front, plot_scaling
 
     clusters = {
         f"{trace}: {policy.name}": play(make(seconds, 1), policy.serve, policy.minimum)

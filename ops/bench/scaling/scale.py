@@ -25,7 +25,6 @@ from actors.messages import (
     AdmitRequest,
     Announcement,
     Ended,
-    Fingerprint,
     FrontendHeartbeat,
     Join,
     Lease,
@@ -45,7 +44,7 @@ from actors.messages import (
 )
 from cluster.json_output import print_json
 from cluster.spec import ClusterSpec
-from ops.simulate.engines import LAYOUT
+from ops.simulate.announce import announcement
 from ops.simulate.traces import Lengths, poisson
 from ops.simulate.world import MS, SECOND
 
@@ -143,19 +142,8 @@ class Load:
         return self._calls
 
     def _join(self, name: str, role: Role) -> None:
-        dtype = "bfloat16" if role is Role.PREFILL else "float8_e4m3fn"
-        announcement = Announcement(
-            replica_id=name,
-            role=role,
-            node_id=f"n{len(self._held) % 125}",
-            incarnation=1,
-            fingerprint=Fingerprint(geometry={"layers": 2}, tokenizer="t"),
-            layout=LAYOUT | {"dtype": dtype},
-            block_tokens=32,
-            blocks_total=self._blocks,
-            max_model_len=1 << 17,
-        )
-        self.say(Join(announcement), self._call())
+        place = f"n{len(self._held) % 125}"
+        self.say(Join(announcement(name, role, place, self._blocks)), self._call())
         self._held[name] = 0
         self._at(self.dice.randrange(SECOND), self._beat, name)
 

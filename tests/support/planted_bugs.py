@@ -1,0 +1,279 @@
+"""Bugs that the simulator's checkers must see: one-line changes of shipped code, planted one at a time.
+
+    python tests/support/planted_bugs.py --scan 500        for each bug the first seed of 0 .. 499 that finds it
+    python tests/support/planted_bugs.py --known           each bug with the seed noted here first, then from 0 on
+
+Every bug runs in a process of its own, forked before any module of the product is imported; there the module that the
+bug is in is compiled from its changed source. The seeds are those of `pageferry simulate --faults all`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = 500
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`old` stands exactly once in `file`, and `new` takes its place. `seed`: one that finds it."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    seed: int = 0
+
+
+BUGS = (
+    # -- one request
+    Bug(
+        "a resumed request is sent as it was at first: its tokens come twice",
+        "app/request/driver.py",
+        "if self.tokens and self._state.recovery is Recovery.RESUME:",
+        "if False:",
+    ),
+    Bug(
+        "a replayed request's tokens are not taken off again: they come twice",
+        "app/request/emitted.py",
+        "self._to_replay = len(self.tokens) if replays else 0",
+        "self._to_replay = 0",
+    ),
+    Bug(
+        "a resumed request may put out as many tokens as at first",
+        "app/request/eligibility.py",
+        "rest.max_tokens = params.max_tokens - len(tokens)",
+        "rest.max_tokens = params.max_tokens",
+    ),
+    Bug(
+        "random sampling is continued on another replica",
+        "app/request/state.py",
+        "if event.num_output_tokens and state.recovery is Recovery.NONE:",
+        "if False:",
+    ),
+    Bug(
+        "what a replica drops by the controller's wish counts as finished",
+        "app/request/driver.py",
+        "if output.finish_reason is FinishReason.ABORT:",
+        "if False:",
+    ),
+    Bug(
+        "sequences that follow a leader wait on when it has ended before its first token",
+        "app/request/group.py",
+        "for attempt in self._leader:",
+        "for attempt in ():",
+    ),
+    Bug(
+        "sequences of a prompt stay behind when one of them has got the next attempt",
+        "app/request/group.py",
+        "if sibling is not run:",
+        "if False:",
+    ),
+    Bug(
+        "a ticket is not ended when its requests are",
+        "app/request/group.py",
+        "await controller.ended(",
+        "await asyncio.sleep(0) or (lambda *_: None)(",
+    ),
+    Bug(
+        "a command about an older attempt is obeyed",
+        "app/request/core_client.py",
+        "elif order.attempt != group.ticket.attempt:",
+        "elif False:",
+    ),
+    Bug(
+        "a controller that has come back is not told of the live tickets",
+        "app/rpc/controller_loops.py",
+        "if not reply.known:",
+        "if False:",
+    ),
+    # -- the controller
+    Bug(
+        "a request that is asked for twice gets two tickets",
+        "actors/controller/machine.py",
+        "if (ticket_id := self.registry.by_request.get(key)) is not None:",
+        "if (ticket_id := None) is not None:",
+    ),
+    Bug(
+        "a seal of an older attempt is accepted",
+        "actors/controller/machine.py",
+        "if live is None or live.ticket.attempt != seal.attempt or live.state not in HOLDS_LEASE:",
+        "if live is None or live.state not in HOLDS_LEASE:",
+    ),
+    Bug(
+        "a lost command is not sent again",
+        "actors/controller/machine.py",
+        "elif now_ns - told_ns >= ORDER_AGAIN_NS and not self._waits(live):",
+        "elif False:",
+    ),
+    Bug(
+        "a new controller takes the tickets of the one before for dead",
+        "actors/controller/machine.py",
+        "epoch_of(ticket_id) < self.epoch",
+        "False",
+    ),
+    Bug(
+        "a retry keeps its attempt's number",
+        "actors/controller/machine.py",
+        "attempt=live.ticket.attempt + 1, epoch=self.epoch",
+        "attempt=live.ticket.attempt, epoch=self.epoch",
+    ),
+    Bug(
+        "a ticket that loses its place keeps its blocks reserved",
+        "actors/controller/registry.py",
+        "decode.reserved -= live.reserved",
+        "decode.reserved -= 0",
+    ),
+    # -- transfer
+    Bug(
+        "a lease is given back while an engine reads it",
+        "actors/transfer/staging.py",
+        "return bool(self.writers or self.readers)",
+        "return bool(self.writers)",
+    ),
+    Bug(
+        "a lease is given back while an engine writes it",
+        "actors/transfer/staging.py",
+        "return bool(self.writers or self.readers)",
+        "return bool(self.readers)",
+    ),
+    Bug(
+        "a fetch from another node writes on when its bytes have been given back",
+        "actors/transfer/machine.py",
+        "self.staging.open_writer(waiting.key, fetch_name(fetch.fetch_id))",
+        "pass",
+    ),
+    Bug(
+        "a copy for another node reads on when its bytes have been given back",
+        "actors/transfer/machine.py",
+        "self.staging.open_reader(key, copy_name(event.call_id))",
+        "pass",
+    ),
+    Bug(
+        "an engine that has sealed its last page stays a writer",
+        "actors/transfer/machine.py",
+        "if message.last:",
+        "if False:",
+    ),
+    Bug(
+        "a lease that was taken back before it was asked for is granted",
+        "actors/transfer/machine.py",
+        "if key in self.ended or self.engines.any_gone(event.engines):",
+        "if self.engines.any_gone(event.engines):",
+    ),
+    Bug(
+        "a ticket that has ended keeps waiting for bytes",
+        "actors/transfer/machine.py",
+        "self.queue.leave(waiting)\n            for call in waiting.calls:",
+        "for call in waiting.calls:",
+    ),
+    Bug(
+        "what is kept for the lease at the front is lent to those behind it",
+        "actors/transfer/lease_queue.py",
+        "expires_ns, front and front[1:])",
+        "expires_ns, None)",
+    ),
+)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles one module from changed source."""
+
+    bug: Bug
+
+    def get_code(self, fullname: str) -> Any:
+        source = Path(self.path).read_text().replace(self.bug.old, self.bug.new)
+        return compile(source, self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, bug: Bug) -> None:
+        self._bug = bug
+        self._module = bug.file.removesuffix(".py").replace("/", ".")
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self._module:
+            return None
+        file = str(ROOT / self._bug.file)
+        loader = _Loader(fullname, file)
+        loader.bug = self._bug
+        return importlib.util.spec_from_file_location(fullname, file, loader=loader)
+
+
+def places(bug: Bug) -> int:
+    """How often the line that the bug changes stands in its file; 1 when the list is up to date."""
+    return (ROOT / bug.file).read_text().count(bug.old)
+
+
+def find(bug: Bug | None, seeds: list[int]) -> tuple[int, str]:
+    """The first seed that finds a violation, and the violation; (-1, "") when none does. In this process."""
+    if bug is not None:
+        sys.meta_path.insert(0, _Finder(bug))
+    import logging
+
+    logging.disable(logging.CRITICAL)
+    from ops.simulate.cli import judge
+    from ops.simulate.faults import FaultKind
+    from ops.simulate.scenario import random_scenario
+
+    for seed in seeds:
+        found, _ = judge(random_scenario(seed, tuple(FaultKind)))
+        if not found.clean:
+            return seed, found.violations[0]
+    return -1, ""
+
+
+def in_process(bug: Bug | None, seeds: list[int]) -> dict[str, Any]:
+    """`find` in a forked process."""
+    began = time.monotonic()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            seed, text = find(bug, seeds)
+        except BaseException:
+            seed, text = -2, traceback.format_exc()
+        answer = {"seed": seed, "violation": text, "cpu_s": round(time.process_time(), 1)}
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = json.loads(pipe.read() or '{"seed": -2, "violation": "the process died"}')
+    os.waitpid(child, 0)
+    name = bug.what if bug is not None else "no bug"
+    return {"bug": name, "file": bug.file if bug else "", **answer, "wall_s": round(time.monotonic() - began, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--scan", type=int, help="seeds from 0 on, for each bug")
+    parser.add_argument("--known", action="store_true", help="the seed noted first, then from 0 on")
+    parser.add_argument("--only", default="", help="bugs whose text has this in it")
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    import ray
+    import vllm.v1.engine.async_llm  # noqa: F401  imported once for all processes; nothing of the product is
+
+    assert ray and not [name for name in sys.modules if name.split(".")[0] in ("app", "actors", "cluster", "ops")]
+    for bug in BUGS:
+        if args.only in bug.what:
+            seeds = list(range(args.scan or SEEDS))
+            print(json.dumps(in_process(bug, [bug.seed, *seeds] if args.known else seeds)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
