@@ -82,10 +82,10 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
             "ended": {name: int(machine.counters.get(name, 0)) for name in ("done", "cancelled", "failed")},
         },
         "queue": {
-            "waiting": len(machine.room),
+            "waiting": len(machine.queue),
             "max": machine.spec.admission.queue_max,
             "expected_wait_s": machine.expected_wait_s(now_ns),
-            "oldest_s": round(max(((now_ns - w.since_ns) / SECOND for w in machine.room), default=0.0), 3),
+            "oldest_s": round(max(((now_ns - w.since_ns) / SECOND for w in machine.queue), default=0.0), 3),
         },
         "staging": {
             "bytes_held": sum(node.status.bytes_held for node in there),
@@ -128,7 +128,7 @@ def audit(machine: Machine) -> dict[str, Any]:
     breaches += [
         f"{replica.id} is {replica_state(replica)} and {'missing from' if replica.usable else 'still in'} the index"
         for replica in registry.replicas.values()
-        if replica.usable != machine.chooser.indexed(replica)
+        if replica.usable != machine.selector.indexed(replica)
     ]
     counts = machine.counters
     opened = counts.get("admitted", 0) + counts.get("claimed", 0)
@@ -142,7 +142,7 @@ def audit(machine: Machine) -> dict[str, Any]:
         "tickets_live": len(registry.tickets),
         "tickets_issued": int(counts.get("admitted", 0)),
         "tickets_ended": int(ended),
-        "queue": len(machine.room),
+        "queue": len(machine.queue),
         "replicas": {
             replica.id: {
                 "pool": str(replica.role),

@@ -100,7 +100,7 @@ def leaks(cluster: ClusterSim) -> list[str]:
     """What has not been given back."""
     machine = cluster.controller.machine
     leaks = [f"ticket {ticket_id} lives on as {live.state}" for ticket_id, live in machine.registry.tickets.items()]
-    leaks += [f"call {waiting.call_id} still waits" for waiting in machine.room]
+    leaks += [f"call {waiting.call_id} still waits" for waiting in machine.queue]
     for node in cluster.nodes:
         staging = node.machine.staging
         if staging.bytes_held:

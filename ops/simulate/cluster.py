@@ -178,7 +178,7 @@ class ClusterSim:
                 decode_replicas=len(decode),
                 decode_target=self.platform.targets[Role.DECODE],
                 prefill_replicas=len(self.pool(Role.PREFILL)),
-                queue=len(self.controller.machine.room),
+                queue=len(self.controller.machine.queue),
                 in_flight=sum(len(frontend.records) for frontend in self.frontends),
                 staging=staging,
             )

@@ -50,7 +50,7 @@ def test_no_request_is_placed_where_its_expected_end_does_not_fit() -> None:
     assert [bool(ticket) for ticket in placed] == [True, True, True, False]
     assert rig.machine.registry.replicas["d"].reserved == 90
     rig.end(placed[0])
-    assert len(rig.machine.room) == 0, "the fourth has come in"
+    assert len(rig.machine.queue) == 0, "the fourth has come in"
 
 
 def test_requests_that_end_soon_make_room_for_one_that_grows_late() -> None:
@@ -196,15 +196,15 @@ def test_no_room_in_time_is_busy() -> None:
     call = rig.ask("r")
     rig.wait(10.5)
     assert "no room on decode within 10 s" in rig.answer(call).reason
-    assert len(rig.machine.room) == 0
+    assert len(rig.machine.queue) == 0
 
 
 def test_asking_twice_while_waiting_waits_once_and_both_are_answered() -> None:
     rig = ControllerDriver()
     first, second = rig.ask("r"), rig.ask("r")
-    assert len(rig.machine.room) == 1
+    assert len(rig.machine.queue) == 1
     rig.withdraw(first)
-    assert len(rig.machine.room) == 1, "somebody else still waits for it"
+    assert len(rig.machine.queue) == 1, "somebody else still waits for it"
     third = rig.ask("r")
     rig.decode("d")
     assert rig.answer(first) is None
@@ -256,7 +256,7 @@ def test_who_lost_a_replica_goes_before_new_requests_and_beyond_the_bound() -> N
     for n in range(4):
         rig.ask(f"new{n}")
     again = rig.lost(ticket, Role.DECODE, tokens=3)
-    assert len(rig.machine.room) == 5 and rig.answer(again) is None
+    assert len(rig.machine.queue) == 5 and rig.answer(again) is None
     rig.beat("d")
     assert rig.answer(again).attempt == 2
 

@@ -27,7 +27,7 @@ def test_sequence_slots_are_capacity() -> None:
     rig.decode("d", blocks_total=2912, max_num_seqs=32)
     calls = [rig.ask(f"r{n}", prompt=64, most=32) for n in range(320)]
     placed = [call for call in calls if rig.answer(call) is not None]
-    assert len(placed) == 32 and len(rig.machine.room) == 288
+    assert len(placed) == 32 and len(rig.machine.queue) == 288
     for call in placed[:5]:
         rig.end(rig.answer(call))
     assert sum(rig.answer(call) is not None for call in calls) == 37 and rig.audit() == []
@@ -251,7 +251,7 @@ def test_a_flood_on_one_replica_is_answered_whole() -> None:
         while ends and ends[0][0] <= rig.now:
             rig.end(rig.answer(heapq.heappop(ends)[1]), tokens=500)
             answered += 1
-        longest = max(longest, len(rig.machine.room))
+        longest = max(longest, len(rig.machine.queue))
         assert rig.now < 2_000 * SECOND
     assert answered == 60 and longest >= 30 and rig.audit() == []
 
@@ -261,7 +261,7 @@ def test_a_decision_takes_less_than_a_millisecond_with_many_waiting() -> None:
     rig.decode(*(f"d{n}" for n in range(8)), blocks_total=2000, max_num_seqs=64)
     for n in range(900):
         rig.ask(f"r{n}", prompt=640, most=500, tenant=f"t{n % 5}")
-    assert len(rig.machine.room) > 200
+    assert len(rig.machine.queue) > 200
     taken = []
     for n in range(100):
         began = time.thread_time_ns()

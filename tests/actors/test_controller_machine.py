@@ -266,7 +266,7 @@ class Controller(RuleBasedStateMachine):
                 self.rig.end(ticket)
             self.tickets.clear()
         machine = self.rig.machine
-        assert not machine.registry.tickets and not len(machine.room) and not self.waiting  # 8, 1
+        assert not machine.registry.tickets and not len(machine.queue) and not self.waiting  # 8, 1
         assert all(not r.reserved and not r.inflight_tokens for r in machine.registry.replicas.values())
         assert not any("reserved" in breach for breach in self.rig.audit())
 

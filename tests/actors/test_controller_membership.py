@@ -258,9 +258,9 @@ def test_an_occupancy_that_does_not_add_up_is_a_breach() -> None:
 def test_a_cancelled_wait_leaves_the_queue() -> None:
     rig = ControllerDriver()
     waiting = rig.ask("one")
-    assert len(rig.machine.room) == 1
+    assert len(rig.machine.queue) == 1
     rig.withdraw(waiting)
     rig.decode("d")
-    assert len(rig.machine.room) == 0 and not rig.machine.registry.tickets
+    assert len(rig.machine.queue) == 0 and not rig.machine.registry.tickets
     rig.end(rig.admit("two"), Outcome.DONE)
     assert rig.audit() == []

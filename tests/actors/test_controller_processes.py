@@ -94,7 +94,7 @@ def test_another_model_may_come_in_beside_the_old_one() -> None:
 def test_a_new_configuration_counts_from_now_on() -> None:
     rig = ControllerDriver()
     rig.ask("first")
-    waiting = rig.machine.room
+    waiting = rig.machine.queue
     assert len(waiting) == 1
     rig.step(Configure(spec_of(admission={"queue_max": 1, "queue_wait_s": 3})))
     refused = rig.busy("second")

@@ -122,7 +122,7 @@ def something_of_everything() -> tuple[ControllerDriver, dict[str, Ticket]]:
     for number in range(9):
         rig.ask(f"waiting{number % 3}" if number < 4 else f"filler{number}", prompt=900, tenant=f"t{number % 2}")
     rig.machine.frontends["other"] = rig.now
-    assert len(rig.machine.room) >= 3
+    assert len(rig.machine.queue) >= 3
     return rig, tickets
 
 
@@ -143,7 +143,7 @@ def every_kind(rig: ControllerDriver, tickets: dict[str, Ticket]) -> dict[str, A
     old = AdmitRequest(request_id="old", frontend_id="f", num_prompt_tokens=64, max_tokens=8)
     claimed = Ticket(ticket_id=6 << 32 | 1, attempt=1, request_id="old", frontend_id="f", epoch=6, decode="d1")
     wish = AdmitRequest(request_id="new", frontend_id="f", num_prompt_tokens=320, max_tokens=64, session="s")
-    waits = next(iter(rig.machine.room)).call_id
+    waits = next(iter(rig.machine.queue)).call_id
     loss = ReplicaLost(
         ticket_id=decoding.ticket_id, attempt=1, role=Role.DECODE, replica_id=decoding.decode, reason="died"
     )

@@ -84,8 +84,8 @@ BUGS = (
     Bug(
         "a ticket is not ended when its requests are",
         "app/request/group.py",
-        "await controller.ended(",
-        "await asyncio.sleep(0) or (lambda *_: None)(",
+        "await controller.call(Ended(",
+        "await asyncio.sleep(0, (",
     ),
     Bug(
         "a command about an older attempt is obeyed",
@@ -102,31 +102,31 @@ BUGS = (
     # -- the controller
     Bug(
         "a request that is asked for twice gets two tickets",
-        "actors/controller/machine.py",
+        "actors/controller/admission.py",
         "if (ticket_id := self.registry.by_request.get(key)) is not None:",
         "if (ticket_id := None) is not None:",
     ),
     Bug(
         "a seal of an older attempt is accepted",
-        "actors/controller/machine.py",
+        "actors/controller/tickets.py",
         "if live is None or live.ticket.attempt != seal.attempt or live.state not in HOLDS_LEASE:",
         "if live is None or live.state not in HOLDS_LEASE:",
     ),
     Bug(
         "a lost command is not sent again",
-        "actors/controller/machine.py",
+        "actors/controller/recovery.py",
         "elif now_ns - told_ns >= ORDER_AGAIN_NS and not self._waits(live):",
         "elif False:",
     ),
     Bug(
         "a new controller takes the tickets of the one before for dead",
-        "actors/controller/machine.py",
+        "actors/controller/state.py",
         "epoch_of(ticket_id) < self.epoch",
         "False",
     ),
     Bug(
         "a retry keeps its attempt's number",
-        "actors/controller/machine.py",
+        "actors/controller/tickets.py",
         "attempt=live.ticket.attempt + 1, epoch=self.epoch",
         "attempt=live.ticket.attempt, epoch=self.epoch",
     ),

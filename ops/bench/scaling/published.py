@@ -116,7 +116,7 @@ def _watch(cluster: ClusterSim, kv: str, offered: int) -> Point:
         running = len(engines[0].running) if engines else 0
         live = len(cluster.controller.machine.registry.tickets)
         if live > most[0]:
-            most[0], most[1] = live, len(cluster.controller.machine.room)
+            most[0], most[1] = live, len(cluster.controller.machine.queue)
         ended = any(record.ends for record in cluster.records)
         if running and running == most[0] and not ended:
             seen.append((cluster.world.now_ns, engines[0].tokens_generated))
