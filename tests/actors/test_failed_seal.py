@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from actors.engine import worker_half
 from actors.engine.metadata import FerryMetadata, SealJob
 from actors.engine.orders import SealParams
 from actors.engine.worker_half import FerryConnectorWorker
@@ -31,7 +30,7 @@ def test_a_seal_that_runs_out_of_memory_fails_its_ticket_alone(
     def out_of_memory(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(worker_half.dispatch, "seal_pages", out_of_memory)
+    monkeypatch.setattr("kernels.dispatch.seal_pages", out_of_memory)
     lease = Lease(ticket_id=5, attempt=2, node_id="n", segment="s", offset=0, num_bytes=LAYOUT.page_bytes)
     order = SealParams(ticket_id=5, attempt=2, num_tokens=20, wire_layout=LAYOUT.to_dict(), lease=lease)
     try:

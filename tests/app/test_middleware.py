@@ -153,7 +153,8 @@ async def test_tenants_are_told_by_their_key() -> None:
     tenants = {"sk-one": "red", "sk-two": "blue"}
     status, _, raw = await call("/v1/completions", {}, tenants=tenants, authorization="Bearer sk-two")
     assert status == 200 and json.loads(raw)["tenant"] == "blue"
-    for headers in ({}, {"authorization": "Bearer sk-three"}, {"authorization": "Basic sk-one"}):
+    wrong: list[dict[str, Any]] = [{}, {"authorization": "Bearer sk-three"}, {"authorization": "Basic sk-one"}]
+    for headers in wrong:
         assert (await call("/v1/completions", {}, tenants=tenants, **headers))[0] == 401
     assert (await call("/health", tenants=tenants, method="GET"))[0] == 200
     status, _, raw = await call("/v1/completions", {"cache_salt": "x"}, tenants=tenants, authorization="Bearer sk-one")
@@ -196,7 +197,8 @@ async def test_what_is_not_for_clients_needs_the_admin_key(path: str, method: st
     """All but a list: a route that a new vLLM brings is closed until somebody has looked at it."""
     keyed = Access({"sk-one": "red"}, admin_key="sk-admin", local=True)
     there = 404 if path == "/new" else 200
-    for headers in ({}, {"authorization": "Bearer sk-one"}, {"x_api_key": "admin"}):
+    wrong: list[dict[str, Any]] = [{}, {"authorization": "Bearer sk-one"}, {"x_api_key": "admin"}]
+    for headers in wrong:
         code, _, raw = await call(path, access=keyed, method=method, **headers)
         assert code == 401 and "admin key" in json.loads(raw)["error"]["message"]
     assert (await call(path, access=keyed, method=method, authorization="Bearer sk-admin"))[0] == there

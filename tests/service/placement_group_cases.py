@@ -38,7 +38,7 @@ def replica_class() -> type:
         """As Serve starts one with several GPUs: what it makes is captured by its placement group."""
 
         def controller(self, spec_json: str) -> Any:
-            return get_or_create("captured", ClusterSpec.model_validate_json(spec_json))
+            return get_or_create("captured", ClusterSpec.model_validate_json(spec_json), 1)
 
     return Replica
 
