@@ -16,8 +16,15 @@ FORMAT = "%(levelname)s %(asctime)s %(name)s -- %(message)s"
 
 
 def below_serve() -> None:
-    """In a replica: what we log goes where Serve's own messages of this replica go, also after it is reconfigured."""
-    logging.getLogger("pageferry").parent = logging.getLogger(SERVE)
+    """In a replica, before vLLM is imported: what we log goes where Serve's own messages of this replica go.
+
+    vLLM sets up logging when it is imported, and Python then closes every handler there is: Serve's would say nothing
+    more, without a word.
+    """
+    serve = logging.getLogger(SERVE)
+    logging.getLogger("pageferry").parent = serve
+    for handler in serve.handlers:
+        handler.close = handler.flush  # type: ignore[method-assign]
 
 
 def as_component(name: str, ident: str) -> None:
@@ -32,8 +39,8 @@ def as_component(name: str, ident: str) -> None:
 
 def of_actor() -> dict[str, Any]:
     """In a replica: the `runtime_env` of an actor that it makes, which then logs JSON where this replica does."""
-    formatters = [getattr(handler, "target", handler).formatter for handler in logging.getLogger(SERVE).handlers]
-    as_json = any(type(formatter).__name__ == "JSONFormatter" for formatter in formatters)
+    targets = [getattr(handler, "target", None) or handler for handler in logging.getLogger(SERVE).handlers]
+    as_json = any(type(target.formatter).__name__ == "JSONFormatter" for target in targets)
     return {"env_vars": {ENCODING: "JSON"}} if as_json else {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
 import logging.handlers
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,21 @@ def test_what_we_log_goes_where_serve_logs_also_after_it_is_reconfigured(serve: 
         file.close()
     assert (tmp_path / "text").read_text() == "the engine of text is up\n"
     assert json.loads((tmp_path / "json").read_text())["message"] == "the engine of json is up"
+
+
+def test_vllms_own_set_up_does_not_close_serves_files(serve: logging.Logger, tmp_path: Path) -> None:
+    file = logging.FileHandler(tmp_path / "log")
+    serve.handlers = [logging.handlers.MemoryHandler(1, target=file)]
+    logs.below_serve()
+    handlers = logging._handlerList[:]  # type: ignore[attr-defined]
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+    logging.getLogger("pageferry.replica").info("still heard")
+    serve.info("Serve too")
+    assert (tmp_path / "log").read_text() == "still heard\nServe too\n"
+    file.close()
+    for reference in handlers:  # what pytest and others rely on
+        if reference not in logging._handlerList:  # type: ignore[attr-defined]
+            logging._handlerList.append(reference)  # type: ignore[attr-defined]
 
 
 def test_an_actor_logs_json_where_the_replica_that_made_it_does(serve: logging.Logger, tmp_path: Path) -> None:
