@@ -36,6 +36,11 @@ COMMANDS: dict[str, Command] = {
         "set the size of a pool of a running service by hand",
         ("decode 2 --url http://host:8000",),
     ),
+    "render": Command(
+        "app.commands.render",
+        "a topology as a Serve config or as Kubernetes documents",
+        ("serve local-cpu --out serve.yaml", "rayservice one-node --image registry/pageferry:1"),
+    ),
     "doctor": Command(
         "app.commands.doctor",
         "what this machine lacks for a topology, and how to mend it",

@@ -20,8 +20,11 @@ from cluster.quality import refuse_poor_quality
 from cluster.spec import ClusterSpec, SpecError
 
 
-def build(args: dict[str, str]) -> Application:
-    """`args`: `config`, a topology file or the name of one that ships; every other key overrides a dotted setting."""
+def build(args: dict[str, Any]) -> Application:
+    """`args`: `config`, a topology: a file, the name of one that ships, or its content as a mapping.
+
+    Every other key overrides a dotted setting.
+    """
     if "config" not in args:
         raise SpecError("config is missing: serve run app.main:build config=cluster/topologies/local-cpu.yaml")
     overrides: dict[str, Any] = {

@@ -6,6 +6,7 @@ way out. What can be derived is a property, never a second setting.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import types
 from collections.abc import Collection, Mapping
@@ -278,18 +279,22 @@ class ClusterSpec(_Section):
         return pool.replicas > 0 or (self.scaling.mode != "off" and pool.max_replicas is not None)
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> ClusterSpec:
-        """Reads a YAML topology. `overrides` maps dotted keys to values: {"pools.decode.replicas": 2}."""
-        file = find_topology(path)
-        try:
-            tree = yaml.safe_load(file.read_text())
-        except yaml.YAMLError as error:
-            raise SpecError(f"{file} is not YAML: {error}") from None
-        if not isinstance(tree, dict):
-            raise SpecError(f"{file} must hold a mapping with the keys {', '.join(cls.model_fields)}")
+    def load(cls, topology: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ClusterSpec:
+        """A YAML file, or its content. `overrides` maps dotted keys to values: {"pools.decode.replicas": 2}."""
+        if isinstance(topology, Mapping):
+            tree, source = copy.deepcopy(dict(topology)), "configuration"
+        else:
+            file = find_topology(topology)
+            source = str(file)
+            try:
+                tree = yaml.safe_load(file.read_text())
+            except yaml.YAMLError as error:
+                raise SpecError(f"{file} is not YAML: {error}") from None
+            if not isinstance(tree, dict):
+                raise SpecError(f"{file} must hold a mapping with the keys {', '.join(cls.model_fields)}")
         for dotted, value in (overrides or {}).items():
             _put(tree, dotted, value)
-        return cls.parse(tree, str(file))
+        return cls.parse(tree, source)
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any], source: str = "configuration") -> ClusterSpec:

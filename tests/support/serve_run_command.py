@@ -66,7 +66,7 @@ class ServeRun:
 
     def metrics(self) -> str:
         """All of the node's metrics, in Prometheus' text form."""
-        [file] = self.folder.rglob("prom_metrics_service_discovery.json")
+        file = next(self.folder.rglob("prom_metrics_service_discovery.json"))
         texts = []
         for target in json.loads(file.read_text())[0]["targets"]:
             with DIRECT.open(f"http://{target}/metrics", timeout=20) as answer:
