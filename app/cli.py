@@ -57,7 +57,7 @@ COMMANDS: dict[str, Command] = {
         ("table_other_request --trials 3", "all --check off --json"),
     ),
     "kernels": Command(
-        "ops.kernels.cli", "compile kernels ahead of time, benchmark them", ("--aot --arch sm_90", "--aot --json")
+        "ops.kernels.cli", "compile kernels ahead of time", ("--aot --arch sm_90", "--aot --json")
     ),
     "simulate": Command(
         "ops.simulate.cli",

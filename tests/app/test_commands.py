@@ -194,6 +194,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 def stubborn(mark: str) -> subprocess.Popen[bytes]:
     made = subprocess.Popen([sys.executable, "-c", STUBBORN], env={**os.environ, MARK: mark}, stdout=subprocess.PIPE)
     assert made.stdout is not None and made.stdout.readline() == b"up\n"
+    made.stdout.close()
     return made
 
 

@@ -96,7 +96,7 @@ class SlowServer(threading.Thread):
 
     def run(self) -> None:
         connection, _ = self.listener.accept()
-        with connection:
+        with self.listener, connection:
             data = b""
             while not data.endswith(b"the end"):
                 data += connection.recv(65536)
