@@ -56,9 +56,7 @@ COMMANDS: dict[str, Command] = {
         "inject faults and show that every one is caught",
         ("table_other_request --trials 3", "all --check off --json"),
     ),
-    "kernels": Command(
-        "ops.kernels.cli", "compile kernels ahead of time", ("--aot --arch sm_90", "--aot --json")
-    ),
+    "kernels": Command("ops.kernels.cli", "compile kernels ahead of time", ("--aot --arch sm_90", "--aot --json")),
     "simulate": Command(
         "ops.simulate.cli",
         "run the shipped code in a simulated cluster, with faults",

@@ -55,7 +55,7 @@ def test_without_json_nothing_is_redirected() -> None:
     [
         ["plan", "kimi-k2.6", "--gpu", "H200", "--count", "8"],
         ["plan", "--published"],
-        ["simulate", "--seed", "3"],
+        pytest.param(["simulate", "--seed", "3"], marks=pytest.mark.compiles, id="simulate"),
     ],
     ids=lambda command: " ".join(command[:2]),
 )

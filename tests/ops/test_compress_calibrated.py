@@ -24,6 +24,8 @@ from ops.compress.source import Checkpoint, open_checkpoint
 from ops.compress.verify import verify
 from ops.compress.workfolder import WorkFolder
 
+pytestmark = pytest.mark.compiles  # in the workers
+
 OPTIONS = Options(group_size=64, symmetric=False)
 RESOURCES = Resources(workers=1, max_memory_bytes=2 << 30)
 NOTHING = Calibration((), None)

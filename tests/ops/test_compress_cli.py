@@ -13,6 +13,8 @@ from synthetic_checkpoint import Geometry, make_checkpoint
 from ops.compress.cli import EXIT_FAILED, EXIT_UNMET, EXIT_USAGE, main
 from ops.compress.progress import ProgressBar
 
+pytestmark = pytest.mark.compiles  # in the workers
+
 
 def tiny_llama(path: Path) -> Path:
     """One layer, tied embeddings, one file and no index: the smallest form of checkpoint there is."""

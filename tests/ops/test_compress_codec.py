@@ -13,6 +13,8 @@ from synthetic_checkpoint import quantise_blocks
 from ops.compress import codec
 from ops.compress.verify import library_decode
 
+pytestmark = pytest.mark.compiles  # in the workers
+
 GRID = (1.0, 0.95, 0.9)
 
 

@@ -26,6 +26,8 @@ from ops.compress.source import Checkpoint, open_checkpoint
 from ops.compress.verify import verify
 from ops.compress.workfolder import WorkFolder
 
+pytestmark = pytest.mark.compiles  # in the workers
+
 GIB = 1 << 30
 OPTIONS = Options(group_size=64, shard_bytes=1 << 20)
 TWO = Resources(workers=2, max_memory_bytes=3 * GIB)
