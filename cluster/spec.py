@@ -163,7 +163,20 @@ class PoolsSpec(_Section):
 class TransferSpec(_Section):
     staging_bytes_max: int = Field(default=1 << 30, ge=1 << 20, description="shared memory a node, bytes")
     lease_s: float = Field(default=60.0, gt=0, description="staging is given back after this if nobody came for it")
-    hand_over_s: float = Field(default=30.0, gt=0, description="deadline from admission to pages opened")
+    hand_over_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="least time from admission to pages opened; more for long prompts, busy prefill and many bytes",
+    )
+
+    @model_validator(mode="after")
+    def _leases_last(self) -> Self:
+        if self.lease_s < self.hand_over_s:
+            raise ValueError(
+                f"lease_s {self.lease_s:g} is below hand_over_s {self.hand_over_s:g}: staging would be given back "
+                "before its reader may come; raise lease_s"
+            )
+        return self
 
 
 class IntegritySpec(_Section):

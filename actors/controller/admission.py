@@ -6,7 +6,8 @@ from itertools import islice
 
 import msgspec
 
-from actors.controller.capacity import UNKNOWN_NS, Demand, Hold, Schedule, Short
+from actors import deadlines
+from actors.controller.capacity import UNKNOWN_NS, Demand, Hold, Schedule, Short, prefill_ahead
 from actors.controller.events import (
     CallId,
     StepFailed,
@@ -94,7 +95,7 @@ class Admission(ControllerState):
             self.epoch, self._issued = self.epoch + 1, 1
         ticket_id = self.epoch << EPOCH_SHIFT | self._issued
         ticket = self._ticket(ticket_id, 1, request, choice)
-        live = TicketRecord(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns + self._hand_over_ns)
+        live = TicketRecord(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns)
         self.registry.open(live)
         self._add("admitted")
         self._place(live, choice, now_ns)
@@ -115,8 +116,17 @@ class Admission(ControllerState):
             prefill_node=prefill.node_id if prefill else "",
             decode_node=decode.node_id,
             num_prompt_tokens=request.num_prompt_tokens,
-            deadline_s=self.spec.transfer.hand_over_s,
+            deadline_s=self._deadline_s(choice),
         )
+
+    def _deadline_s(self, choice: Choice) -> float:
+        least_s, prefill = self.spec.transfer.hand_over_s, choice.prefill
+        if prefill is None:
+            return least_s
+        tokens = prefill_ahead(prefill) + choice.prefill_tokens
+        crosses = prefill.announcement.node_id != choice.decode.announcement.node_id
+        num_bytes = choice.staging_bytes if crosses else 0
+        return deadlines.hand_over_s(least_s, tokens, self.forecast.prompt_token_ns, num_bytes)
 
     def _place(self, live: TicketRecord, choice: Choice, now_ns: int) -> None:
         live.generation = choice.decode.announcement.generation
@@ -124,7 +134,7 @@ class Admission(ControllerState):
         live.slots, live.variance = choice.slots, choice.variance
         live.prefill_tokens = choice.prefill_tokens
         live.hit_pages, live.hit_used = choice.hit_pages, choice.hit_used
-        live.placed_ns, live.deadline_ns = now_ns, now_ns + self._hand_over_ns
+        live.placed_ns, live.deadline_ns = now_ns, now_ns + int(live.ticket.deadline_s * SECOND)
         live.lost = None
         self.registry.attach(live, choice.decode, choice.prefill)
         self.registry.stage(live, choice.staging_bytes)

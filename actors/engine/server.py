@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from actors import deadlines
 from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
 from actors.engine.engine_counters import EngineCounters
 from actors.engine.orders import OpenParams, SealParams, to_params
@@ -54,7 +55,6 @@ HEARTBEAT_EVERY_S = 0.5
 PAGES_A_BEAT = 8192  # taken pages that one heartbeat tells of at most; about 150 KiB
 CONDEMNED_REMEMBERED = 256
 UTILITY_TIMEOUT_S = 1.0
-BEGIN_READ_S = 6.0  # decode computes a prompt itself rather than wait longer for a transfer actor's answer
 GOODBYE_S = 2.0
 
 
@@ -423,7 +423,7 @@ class EngineServer:
     async def _tell_transfer(self, method: str, *args: Any) -> None:
         """What it does not hear, the end of the lease tells it."""
         try:
-            await self._ask_transfer(method, *args, timeout_s=BEGIN_READ_S)
+            await self._ask_transfer(method, *args, timeout_s=deadlines.ANSWER_S)
         except ReplicaError as error:
             logger.warning("%s", error)
 
@@ -582,7 +582,8 @@ class DecodeServer(EngineServer):
             await self._abort([request.request_id])
 
     async def _begin_read(self, hand_over: HandOver) -> Lease | Verdict:
-        wait_s = min(BEGIN_READ_S, hand_over.deadline_s)
+        lease = hand_over.lease
+        wait_s = deadlines.read_s(lease.num_bytes, lease.node_id == self.node_id, hand_over.deadline_s)
         try:
             found: Lease | Verdict = await self._ask_transfer(
                 "begin_read", hand_over, self.engines, wait_s, timeout_s=wait_s + 1.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from actors.controller.affinity import LEVELS, HashRing, LoadIndex, PrefixIndex, landmarks
 from actors.controller.events import Tick
 from actors.controller.forecast import Forecast, blocks_for, predict_occupancy
-from actors.messages import AdmitRequest, Outcome, ReplicaEvent, Role
+from actors.messages import AdmitRequest, Outcome, ReplicaEvent, ReplicaEventKind, Role
 
 
 def request(**facts: Any) -> AdmitRequest:
@@ -416,7 +416,7 @@ def test_answers_of_several_sequences_are_learnt_one_by_one() -> None:
     before = rig.machine.forecast.token_ns
     for n in range(12):
         ticket = rig.admit(f"r{n}", prompt=64, most=2048, num_sequences=16)
-        rig.beat("d", events=(ReplicaEvent(kind="decode_started", ticket_id=ticket.ticket_id),))
+        rig.beat("d", events=(ReplicaEvent(kind=ReplicaEventKind.DECODE_STARTED, ticket_id=ticket.ticket_id),))
         rig.now += 3 * SECOND
         rig.end(ticket, tokens=16 * 100)
     expected = rig.machine.forecast.output_tokens(request(max_tokens=2048))
@@ -451,7 +451,9 @@ def test_what_an_engine_had_not_cached_after_all_is_forgotten_with_all_that_is_o
         rig.end(rig.admit(name, prompt=650, most=8, prefix_hashes=hashes))
     alone = rig.admit("again", prompt=650, most=8, prefix_hashes=newer)
     assert alone.prefill is None
-    rig.beat("d", events=(ReplicaEvent(kind="prompt_computed", ticket_id=alone.ticket_id, num_tokens=0),))
+    rig.beat(
+        "d", events=(ReplicaEvent(kind=ReplicaEventKind.PROMPT_COMPUTED, ticket_id=alone.ticket_id, num_tokens=0),)
+    )
     rig.end(alone)
     assert rig.admit("o", prompt=650, most=8, prefix_hashes=older).prefill == "p"
     assert rig.admit("n", prompt=650, most=8, prefix_hashes=newest).prefill is None

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from controller_driver import SECOND, ControllerDriver, spec_of
 
+from actors import deadlines
 from actors.controller.events import Tick
 from actors.messages import Outcome, Overloaded, Role, Ticket
+from cluster.spec import SpecError
 
 WIDE = {"queue_max": 500, "queue_wait_s": 600, "stale_after_s": 30, "fence_after_s": 60}
 
@@ -280,3 +282,43 @@ def test_lost_requests_come_before_those_that_wait() -> None:
     rig.beat(lost.decode)
     assert rig.answer(again).attempt == 2 and rig.answer(waits) is None
     rig.end(other)
+
+
+# -- deadlines
+
+
+def test_a_long_prompt_and_a_busy_prefill_get_more_time_for_the_hand_over() -> None:
+    rig = ControllerDriver(spec_of(admission=WIDE, transfer={"hand_over_s": 8}))
+    rig.decode("d", blocks_total=100_000)
+    rig.prefill("p")
+    for _ in range(200):
+        rig.machine.forecast.learn_prefill(1000, SECOND)  # 1,000 tokens a second
+    first = rig.admit("first", prompt=1000)
+    second = rig.admit("second", prompt=30_000)
+    assert first.deadline_s == pytest.approx(8 + 3, rel=0.1)
+    assert second.deadline_s == pytest.approx(8 + 3 * 31, rel=0.1), "it waits for the first, and is long itself"
+    rig.wait(60, beats=("d", "p"))
+    assert rig.state(second) == "admitted", "30 s of prefill are no loss"
+    rig.seal(second)
+    call = rig.hand_over(second)
+    assert rig.answer(call).deadline_s == pytest.approx(8 + 3 * 31 - 60, rel=0.1)
+
+
+def test_bytes_that_cross_between_nodes_get_more_time() -> None:
+    rig = ControllerDriver(spec_of(admission=WIDE, transfer={"hand_over_s": 8, "staging_bytes_max": 1 << 40}))
+    rig.bytes_max = 1 << 40
+    rig.decode("near", blocks_total=10**6)
+    rig.prefill("p")
+    near = rig.admit("near", prompt=10_000)
+    rig.left("near")
+    rig.decode("far", blocks_total=10**6, node_id="another")
+    far = rig.admit("far", prompt=10_000)
+    num_bytes = 313 * rig.machine.registry.replicas["far"].page_bytes
+    assert far.deadline_s - near.deadline_s >= num_bytes / deadlines.BYTES_PER_S
+    assert deadlines.read_s(8 << 30, same_node=False, rest_s=500) == pytest.approx(6 + 86, abs=1)
+    assert deadlines.read_s(8 << 30, same_node=True, rest_s=500) == 6 and deadlines.read_s(1, True, rest_s=2) == 2
+
+
+def test_a_lease_that_ends_before_the_hand_over_may_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"lease_s 20 is below hand_over_s 30.*raise lease_s"):
+        spec_of(transfer={"lease_s": 20, "hand_over_s": 30})

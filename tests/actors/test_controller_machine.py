@@ -21,7 +21,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.controller.events import Tick
-from actors.messages import AdmitRequest, Claim, HandOver, Outcome, Overloaded, ReplicaEvent, Role, Ticket, Verdict
+from actors.messages import (
+    AdmitRequest,
+    Claim,
+    HandOver,
+    Outcome,
+    Overloaded,
+    ReplicaEvent,
+    ReplicaEventKind,
+    Role,
+    Ticket,
+    Verdict,
+)
 
 DECODES, PREFILLS = ("d0", "d1", "d2"), ("p0", "p1")
 INDEX = st.integers(0, 100)
@@ -63,7 +74,7 @@ class Controller(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from((*DECODES, *PREFILLS)), held=st.integers(0, 60), kind=st.sampled_from(("", "start")))
     def beat(self, name: str, held: int, kind: str) -> None:
-        started = "decode_started" if name in DECODES else "prefill_started"
+        started = ReplicaEventKind.DECODE_STARTED if name in DECODES else ReplicaEventKind.PREFILL_STARTED
         events = tuple(ReplicaEvent(kind=started, ticket_id=t) for t in self.tickets) if kind else ()
         reply = self.rig.beat(name, held=held, events=events, incarnation=self.lives[name])
         if name in self.heard and reply.known and not reply.fenced:

@@ -7,7 +7,16 @@ from controller_driver import LAYOUT, SECOND, ControllerDriver, spec_of
 
 from actors.controller.events import IncompatibleReplica, Tick
 from actors.controller.status import audit
-from actors.messages import Fingerprint, HeartbeatReply, Outcome, Overloaded, PageDelta, ReplicaEvent, Role
+from actors.messages import (
+    Fingerprint,
+    HeartbeatReply,
+    Outcome,
+    Overloaded,
+    PageDelta,
+    ReplicaEvent,
+    ReplicaEventKind,
+    Role,
+)
 
 
 def test_joining_is_idempotent_and_unknown_replicas_are_asked_to_join() -> None:
@@ -230,7 +239,9 @@ def test_a_tag_mismatch_is_counted_logged_and_held_against_the_book() -> None:
     rig = ControllerDriver()
     rig.decode("d")
     rig.beat("d", held=2, pages=(PageDelta(request_id="r~2", added={4: 104, 5: 105}),))
-    event = ReplicaEvent(kind="tag_mismatch", ticket_id=7, request_id="r~2", position=1, detail="page 9 for page 5")
+    event = ReplicaEvent(
+        kind=ReplicaEventKind.TAG_MISMATCH, ticket_id=7, request_id="r~2", position=1, detail="page 9 for page 5"
+    )
     gone = PageDelta(request_id="r~2", released=True)
     rig.beat("d", events=(event,), pages=(gone,))
     assert rig.machine.counters["tag_mismatch_events"] == 1

@@ -35,6 +35,7 @@ from actors.messages import (
     PageDelta,
     PlatformSize,
     ReplicaEvent,
+    ReplicaEventKind,
     ReplicaHeartbeat,
     ReplicaLeaving,
     ReplicaLeft,
@@ -130,8 +131,8 @@ def every_kind(rig: ControllerDriver, tickets: dict[str, Ticket]) -> dict[str, A
     total = rig.machine.registry.replicas["d1"].announcement.blocks_total
     occupancy = Occupancy(blocks_total=total, blocks_free=total - 2, blocks_held=2)
     told = (
-        ReplicaEvent(kind="decode_started", ticket_id=tickets["moving"].ticket_id),
-        ReplicaEvent(kind="quarantined"),
+        ReplicaEvent(kind=ReplicaEventKind.DECODE_STARTED, ticket_id=tickets["moving"].ticket_id),
+        ReplicaEvent(kind=ReplicaEventKind.QUARANTINED),
     )
     pages = (PageDelta(request_id="x", released=True), PageDelta(request_id="y", added={1: 13}))
     beat = ReplicaHeartbeat(

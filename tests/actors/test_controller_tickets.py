@@ -15,6 +15,7 @@ from actors.messages import (
     Outcome,
     Overloaded,
     ReplicaEvent,
+    ReplicaEventKind,
     Role,
     Ticket,
     Verdict,
@@ -39,15 +40,17 @@ def test_the_straight_road(rig: ControllerDriver) -> None:
     )
     call = rig.hand_over(ticket)
     assert rig.answer(call) is None
-    rig.beat(str(ticket.prefill), events=(ReplicaEvent(kind="prefill_started", ticket_id=ticket.ticket_id),))
+    rig.beat(
+        str(ticket.prefill), events=(ReplicaEvent(kind=ReplicaEventKind.PREFILL_STARTED, ticket_id=ticket.ticket_id),)
+    )
     assert rig.state(ticket) == "prefilling"
     assert rig.seal(ticket) == []
     given = rig.answer(call)
-    assert isinstance(given, HandOver) and given.seal.num_tokens == 320 and 7 < given.deadline_s <= 8
+    assert isinstance(given, HandOver) and given.seal.num_tokens == 320 and 7 < given.deadline_s <= ticket.deadline_s
     assert rig.state(ticket) == "moving"
     assert rig.open(ticket) == [(ticket.ticket_id, 1)]
     assert rig.state(ticket) == "verified"
-    rig.beat(ticket.decode, events=(ReplicaEvent(kind="decode_started", ticket_id=ticket.ticket_id),))
+    rig.beat(ticket.decode, events=(ReplicaEvent(kind=ReplicaEventKind.DECODE_STARTED, ticket_id=ticket.ticket_id),))
     assert rig.state(ticket) == "decoding"
     rig.end(ticket)
     assert rig.state(ticket) == "ended" and rig.audit() == []
@@ -243,9 +246,14 @@ def test_a_cancel_is_repeated_and_then_forgotten(rig: ControllerDriver) -> None:
 def test_a_ghost_that_starts_after_the_end_is_stopped(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.end(ticket)
-    reply = rig.beat(ticket.decode, events=(ReplicaEvent(kind="decode_started", ticket_id=ticket.ticket_id),))
+    reply = rig.beat(
+        ticket.decode, events=(ReplicaEvent(kind=ReplicaEventKind.DECODE_STARTED, ticket_id=ticket.ticket_id),)
+    )
     assert [key for key, _ in reply.cancel] == [ticket.ticket_id]
-    both = tuple(ReplicaEvent(kind=kind, ticket_id=ticket.ticket_id) for kind in ("decode_started", "released"))
+    both = tuple(
+        ReplicaEvent(kind=kind, ticket_id=ticket.ticket_id)
+        for kind in (ReplicaEventKind.DECODE_STARTED, ReplicaEventKind.RELEASED)
+    )
     rig.wait(2, beats=("d1", "d2"))
     assert rig.beat(ticket.decode, events=both).cancel == (), "it has ended there by itself"
 
