@@ -6,14 +6,12 @@ from typing import Any
 from unittest.mock import patch
 
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
-from app.api.errors import RequestErrorResponse, to_exception
-from app.request.core_client import GROUP, LEAVING, FerryCoreClient
-from app.request.group import SequenceGroup
+from app.api.errors import to_exception
+from app.request.core_client import FerryCoreClient
 from app.request.state import RequestError
 
 
@@ -32,19 +30,16 @@ class FerryLLM(AsyncLLM):
             super().__init__(vllm_config, Executor.get_class(vllm_config), **options)
         client.on_fault = self._fail
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        count = params.n if isinstance(params, SamplingParams) else 1
-        group = SequenceGroup(count)
-        token = GROUP.set(group)
-        try:
-            queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
-            # One of the sequences has failed while others were being added.
-            if isinstance(queue.output, RequestErrorResponse):
-                await self.abort(queue.request_id, internal=True)
-            return queue
-        finally:
-            GROUP.reset(token)
-            self.engine_core.close_group(group)
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """vLLM calls it before it adds the n sequences of a prompt, with the id of the whole."""
+        super().check_admission(n, request_id)
+        if n > 1 and request_id is not None:
+            self.engine_core.begin_group(request_id, n)
+
+    async def add_request(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        queue = await super().add_request(request_id, *args, **kwargs)
+        self.engine_core.end_group(queue.request_id)
+        return queue
 
     async def _add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -55,11 +50,14 @@ class FerryLLM(AsyncLLM):
             raise
 
     async def abort(self, request_id: Any, internal: bool = False) -> None:
-        token = LEAVING.set(True)
-        try:
-            await super().abort(request_id, internal)
-        finally:
-            LEAVING.reset(token)
+        """The client is gone, or a sequence could not be added.
+
+        A stop string that vLLM has found comes to the engine core client by itself.
+        """
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self.engine_core.cancel(self.output_processor.abort_requests(request_ids, internal))
+        for name in request_ids:
+            self.engine_core.end_group(name)
 
     def _fail(self, request_id: str, fault: RequestError) -> None:
         """A request has failed after it was added: its generator raises the error instead of ending quietly.

@@ -102,6 +102,8 @@ async def build_server(
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
+    for base in app.state.openai_serving_models.base_model_paths:
+        base.model_path = base.name  # clients see it as a model's `root`; where our files lie is not theirs to know
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop its own HTTP server
     routes = _routes(status, audit, health)
     _add_scale(routes, scale)

@@ -47,3 +47,9 @@ def detached(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     client is gone: also one that other requests live on, as a replica's output stream. What ends a call is our story.
     """
     return asyncio.get_running_loop().create_task(work, context=Context())
+
+
+def fetch_exception(call: asyncio.Future[Any]) -> None:
+    """A call that nothing awaits any more may fail: asyncio must not call that an error of its own."""
+    if not call.cancelled():
+        call.exception()

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,30 +20,17 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.messages import AdmitRequest, Claim, FrontendCommand, ReplicaId, Role
+from app.api.errors import to_exception
 from app.metrics import Discard, FrontendMetrics
 from app.request import context, eligibility
-from app.request.decode_stream import DecodeStream
-from app.request.driver import RequestDriver
+from app.request.decode_stream import DecodeStreams
+from app.request.driver import Collaborators, RequestDriver
 from app.request.group import SequenceGroup
 from app.request.many_engines import shared_lora
 from app.request.state import Broken, Cancelled, Event, Finished, PrefillLost, RequestError
-from app.rpc.ports import ControllerGone, ControllerPort, DecodePort, PrefillPort
+from app.rpc.ports import ControllerPort, DecodePort, PrefillPort
 
 logger = logging.getLogger("pageferry.frontend")
-
-# How many sequences the request that is being added has (n), and their shared ticket; set round AsyncLLM.add_request.
-GROUP: ContextVar[SequenceGroup | None] = ContextVar("pageferry_family", default=None)
-# True while AsyncLLM aborts because the client is gone, not because a stop string was found.
-LEAVING: ContextVar[bool] = ContextVar("pageferry_leaving", default=False)
-
-
-LEAVING_REMEMBERED = 256
-
-
-def _alone() -> SequenceGroup:
-    group = SequenceGroup(1)
-    group.closed = True
-    return group
 
 
 class FerryCoreClient:
@@ -77,25 +63,28 @@ class FerryCoreClient:
         self.tokenizer = tokenizer
         self.caches_prefixes = caches_prefixes
         self.retries_mismatch = retries_mismatch
-        self.metrics = metrics or FrontendMetrics(Discard)
         self.on_fault: Callable[[str, RequestError], None] = lambda request_id, fault: None
         self.runs: dict[str, RequestDriver] = {}
-        self.links: dict[ReplicaId, DecodeStream] = {}
-        self._leaving: dict[ReplicaId, None] = {}
         self.groups: dict[int, SequenceGroup] = {}  # by ticket id, live ones
+        self._open_groups: dict[str, SequenceGroup] = {}  # n > 1, being added; by vLLM's id of the whole
         self._releasing: set[asyncio.Task[None]] = set()
         # vLLM's surface
         self.engine_ranks_managed = list(range(num_engines))
         self.resources = SimpleNamespace(engine_dead=False)
-        self._free_indices = list(reversed(range(num_engines)))
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._supported_tasks: tuple[Any, ...] | None = None
         self._lora_numbers: dict[int, int] = {}  # this frontend's own -> the one that engines know
+        self.streams = DecodeStreams(decode, self._outputs.put_nowait, self._expected, num_engines)
+        metrics = metrics or FrontendMetrics(Discard)
+        self._collaborators = Collaborators(controller, prefill, decode, self.streams, metrics, self._ended)
 
     # -- requests
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Returns once the request is admitted. Raises what the client should see when it is not."""
+        group = self._group_of(request.request_id)
+        if group.fault is not None:  # one of its sequences has failed while others were being added
+            raise to_exception(group.fault)
         if self.resources.engine_dead:
             raise EngineDeadError()
         if request.resumable:
@@ -110,8 +99,15 @@ class FerryCoreClient:
         caller = context.current()
         if caller.tenant:
             request = msgspec.structs.replace(request, cache_salt=context.cache_salt(caller.tenant))
-        group = GROUP.get() or _alone()
-        run = RequestDriver(self, request, group, caller)
+        run = RequestDriver(
+            request,
+            group.request or self._admission(request, group.num_sequences, caller),
+            group,
+            caller,
+            self._collaborators,
+            page_tokens=self.block_tokens if self.caches_prefixes else None,
+            retries_mismatch=self.retries_mismatch,
+        )
         self.runs[request.request_id] = run
         group.join(run)
         run.start()
@@ -121,7 +117,32 @@ class FerryCoreClient:
             run.tell(Cancelled())
             raise
 
-    def admit_request(self, request: EngineCoreRequest, num_sequences: int, caller: context.Caller) -> AdmitRequest:
+    def begin_group(self, name: str, num_sequences: int) -> SequenceGroup:
+        """The next requests, `0_NAME`, `1_NAME` and so on, are the n sequences of one prompt."""
+        group = self._open_groups[name] = self._new_group(num_sequences)
+        return group
+
+    def end_group(self, name: str) -> None:
+        """No more of them will come. Idempotent."""
+        group = self._open_groups.pop(name, None)
+        if group is None:
+            return
+        group.closed = True
+        if group.idle:
+            task = context.detached(group.release_if_idle())
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+
+    def _group_of(self, request_id: str) -> SequenceGroup:
+        if (group := self._open_groups.get(request_id.partition("_")[2])) is None:
+            group = self._new_group(1)
+            group.closed = True
+        return group
+
+    def _new_group(self, num_sequences: int) -> SequenceGroup:
+        return SequenceGroup(num_sequences, self.controller, self._hold, self._released)
+
+    def _admission(self, request: EngineCoreRequest, num_sequences: int, caller: context.Caller) -> AdmitRequest:
         params, prompt = request.sampling_params, request.prompt_token_ids or ()
         num_prompt = len(prompt) or (0 if request.prompt_embeds is None else len(request.prompt_embeds))
         return AdmitRequest(
@@ -139,11 +160,11 @@ class FerryCoreClient:
         )
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Acts at once: every phase hears of it before this returns; what is left to do runs on by itself."""
-        self._tell(request_ids, Cancelled() if LEAVING.get() else Finished())
+        """vLLM has found the end of these requests, a stop string. Acts at once, as `cancel` does."""
+        self._tell(request_ids, Finished())
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Nobody reads their tokens any more."""
+        """The client is gone. Every phase hears of it before this returns; what is left to do runs on by itself."""
         self._tell(request_ids, Cancelled())
 
     def _tell(self, request_ids: list[str], event: Event) -> None:
@@ -154,70 +175,25 @@ class FerryCoreClient:
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._outputs.get()
 
-    # -- links to decode replicas
-
-    def link(self, replica_id: ReplicaId) -> DecodeStream:
-        link = self.links.get(replica_id)
-        if link is None or link.closed:
-            index = self._free_indices.pop() if self._free_indices else 0
-            link = DecodeStream(
-                replica_id,
-                index,
-                self.decode.outputs(replica_id),
-                self._outputs.put_nowait,
-                self._link_closed,
-                lambda: any(f.ticket is not None and f.ticket.decode == replica_id for f in self.groups.values()),
-            )
-            link.leaving = replica_id in self._leaving
-            self.links[replica_id] = link
-        return link
-
-    def _link_closed(self, link: DecodeStream) -> None:
-        if self.links.get(link.replica_id) is link:
-            del self.links[link.replica_id]
-        if link.engine_index not in self._free_indices:
-            self._free_indices.append(link.engine_index)
-
-    def replica_leaving(self, replica_id: ReplicaId) -> None:
-        """No new tickets will name it: its stream ends with its last request, so that it can leave."""
-        self._leaving[replica_id] = None
-        while len(self._leaving) > LEAVING_REMEMBERED:
-            del self._leaving[next(iter(self._leaving))]
-        if link := self.links.get(replica_id):
-            link.close_when_empty()
-
     # -- tickets
 
-    def hold(self, group: SequenceGroup) -> None:
+    def _hold(self, group: SequenceGroup) -> None:
         """From now on the ticket is ours to end. Its stream is opened at once: a replica with one does not leave."""
+        assert group.ticket is not None
+        self.groups[group.ticket.ticket_id] = group
+        self.streams.to(group.ticket.decode)
+        self.streams.settle()  # it may have been somewhere else before
+
+    def _released(self, group: SequenceGroup) -> None:
         if group.ticket is not None:
-            self.groups[group.ticket.ticket_id] = group
-            self.link(group.ticket.decode)
-        self._settle()  # it may have been somewhere else before
+            self.groups.pop(group.ticket.ticket_id, None)
+            self.streams.settle()
 
-    def _settle(self) -> None:
-        for link in list(self.links.values()):
-            link.settle()
+    def _expected(self, replica_id: ReplicaId) -> bool:
+        return any(g.ticket is not None and g.ticket.decode == replica_id for g in self.groups.values())
 
-    def close_group(self, group: SequenceGroup) -> None:
-        """No more sequences of this prompt will come."""
-        group.closed = True
-        if group.idle and group.request is not None:
-            task = context.detached(self.release_when_idle(group))
-            self._releasing.add(task)
-            task.add_done_callback(self._releasing.discard)
-
-    async def release_when_idle(self, group: SequenceGroup) -> None:
-        if not group.idle or group.released:
-            return
-        try:
-            await group.release(self.controller)
-        except ControllerGone:
-            logger.warning("ticket %s could not be ended: the controller is away", group.ticket)
-        finally:
-            if group.ticket is not None:
-                self.groups.pop(group.ticket.ticket_id, None)
-                self._settle()
+    def replica_leaving(self, replica_id: ReplicaId) -> None:
+        self.streams.replica_leaving(replica_id)
 
     def live_tickets(self) -> tuple[int, ...]:
         return tuple(self.groups)
@@ -242,9 +218,10 @@ class FerryCoreClient:
                 if order.kind == "lost" or run.movable:
                     run.decode_lost(order.replica_id, order.reason)
 
-    def run_ended(self, run: RequestDriver, fault: RequestError | None) -> None:
+    def _ended(self, run: RequestDriver, fault: RequestError | None) -> None:
         self.runs.pop(run.request_id, None)
         if fault is not None:
+            run.group.fault = fault
             self.on_fault(run.request_id, fault)
 
     # -- the rest of vLLM's surface
@@ -309,8 +286,7 @@ class FerryCoreClient:
         self.resources.engine_dead = True
         for run in list(self.runs.values()):
             run.tell(Cancelled())
-        for link in list(self.links.values()):
-            link.close("the frontend is shutting down")
+        self.streams.close("the frontend is shutting down")
 
     async def drained(self, timeout_s: float) -> None:
         """Waits until every request has given back what it held."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -13,9 +13,11 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from actors.messages import ReplicaId
 from app.request.context import detached
-from app.rpc.ports import ReplicaGone
+from app.rpc.ports import DecodePort, ReplicaGone
 
 logger = logging.getLogger("pageferry.frontend")
+
+LEAVING_REMEMBERED = 256
 
 
 class Receiver(Protocol):
@@ -130,3 +132,68 @@ class DecodeStream:
         outputs.finished_requests = None
         outputs.utility_output = None
         self._emit(outputs)
+
+
+class DecodeStreams:
+    """The open stream of every decode replica that has, or is about to have, a request of this frontend.
+
+    `num_engines`: how many replicas there can be at once; each has an engine index in vLLM's own metrics.
+    `expected(replica_id)`: whether a ticket names it whose request is not there yet.
+    """
+
+    def __init__(
+        self,
+        decode: DecodePort,
+        emit: Callable[[EngineCoreOutputs], None],
+        expected: Callable[[ReplicaId], bool],
+        num_engines: int,
+    ) -> None:
+        self._decode = decode
+        self._emit = emit
+        self._expected = expected
+        self._streams: dict[ReplicaId, DecodeStream] = {}
+        self._leaving: dict[ReplicaId, None] = {}
+        self._free_indices = list(reversed(range(num_engines)))
+
+    def __iter__(self) -> Iterator[ReplicaId]:
+        return iter(self._streams)
+
+    def to(self, replica_id: ReplicaId) -> DecodeStream:
+        """The stream of a replica, opened when it is not."""
+        stream = self._streams.get(replica_id)
+        if stream is None or stream.closed:
+            index = self._free_indices.pop() if self._free_indices else 0
+            stream = DecodeStream(
+                replica_id,
+                index,
+                self._decode.outputs(replica_id),
+                self._emit,
+                self._closed,
+                lambda: self._expected(replica_id),
+            )
+            stream.leaving = replica_id in self._leaving
+            self._streams[replica_id] = stream
+        return stream
+
+    def replica_leaving(self, replica_id: ReplicaId) -> None:
+        """No new tickets will name it: its stream ends with its last request, so that it can leave."""
+        self._leaving[replica_id] = None
+        while len(self._leaving) > LEAVING_REMEMBERED:
+            del self._leaving[next(iter(self._leaving))]
+        if stream := self._streams.get(replica_id):
+            stream.close_when_empty()
+
+    def settle(self) -> None:
+        """Tickets have moved or ended: closes what only they kept open."""
+        for stream in list(self._streams.values()):
+            stream.settle()
+
+    def close(self, reason: str) -> None:
+        for stream in list(self._streams.values()):
+            stream.close(reason)
+
+    def _closed(self, stream: DecodeStream) -> None:
+        if self._streams.get(stream.replica_id) is stream:
+            del self._streams[stream.replica_id]
+        if stream.engine_index not in self._free_indices:
+            self._free_indices.append(stream.engine_index)

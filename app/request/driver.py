@@ -1,53 +1,35 @@
-"""One request on its way: performs the story's actions and gives everything back in one `finally`."""
+"""One request on its way: performs the state machine's actions and gives everything back in one `finally`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from actors.messages import PAGE_INTEGRITY, HandOver, Outcome, ReplicaId, Ticket, Verdict, WaitForHandOver
+from actors.messages import (
+    PAGE_INTEGRITY,
+    AdmitRequest,
+    HandOver,
+    Outcome,
+    ReplicaId,
+    Ticket,
+    Verdict,
+    WaitForHandOver,
+)
 from app.api.errors import to_exception
+from app.metrics import FrontendMetrics
 from app.request import eligibility, state
-from app.request.context import Caller, detached
-from app.request.decode_stream import DecodeStream
+from app.request.context import Caller, detached, fetch_exception
+from app.request.decode_stream import DecodeStream, DecodeStreams
 from app.request.emitted import EmittedTokens, ReplayDiffers
 from app.request.group import SequenceGroup
 from app.request.record import RequestRecord
-from app.request.state import (
-    Action,
-    Admit,
-    Admitted,
-    AwaitHandOver,
-    Broken,
-    DecodeLost,
-    End,
-    Event,
-    Finished,
-    HandedOver,
-    LeaderArrived,
-    NoHandOver,
-    PageMismatch,
-    Phase,
-    Prefill,
-    Prefilled,
-    PrefillLost,
-    Recovery,
-    ReportLost,
-    RequestError,
-    Submit,
-    Submitted,
-    WaitForLeader,
-)
-from app.rpc.ports import ControllerGone, ReplicaGone
-
-if TYPE_CHECKING:
-    from app.request.core_client import FerryCoreClient
+from app.rpc.ports import ControllerGone, ControllerPort, DecodePort, PrefillPort, ReplicaGone
 
 logger = logging.getLogger("pageferry.frontend")
 
@@ -55,21 +37,45 @@ CONTROL_S = 10.0  # a call that only passes something on (submit, abort) takes m
 LINK_S = 30.0  # opening the output stream of a replica that is just starting
 
 
+@dataclass(frozen=True, slots=True)
+class Collaborators:
+    """What every request of a frontend works with. `on_end(driver, fault)`: it has ended, before it gives back."""
+
+    controller: ControllerPort
+    prefill: PrefillPort
+    decode: DecodePort
+    streams: DecodeStreams
+    metrics: FrontendMetrics
+    on_end: Callable[[RequestDriver, state.RequestError | None], None]
+
+
 class RequestDriver:
+    """`page_tokens`: of a page in the engines' prefix caches; None when they have none."""
+
     def __init__(
-        self, client: FerryCoreClient, request: EngineCoreRequest, group: SequenceGroup, caller: Caller
+        self,
+        request: EngineCoreRequest,
+        admission: AdmitRequest,
+        group: SequenceGroup,
+        caller: Caller,
+        collaborators: Collaborators,
+        *,
+        page_tokens: int | None = None,
+        retries_mismatch: bool = False,
     ) -> None:
-        self.client = client
         self.request = request
         self.request_id = request.request_id
         self.group = group
         self.caller = caller
+        self._admission = admission
+        self._with = collaborators
+        self._time = asyncio.get_running_loop().time
         name, prompt = request.external_req_id or request.request_id, request.prompt_token_ids or ()
-        self.record = RequestRecord(client.metrics, name, caller.tenant, len(prompt))
+        self.record = RequestRecord(collaborators.metrics, name, caller.tenant, len(prompt))
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.emitted = EmittedTokens(request.request_id, client.block_tokens if client.caches_prefixes else None)
-        self._state, self._first = state.begin(eligibility.recovery_of(request), client.retries_mismatch)
-        self._inbox: deque[Event] = deque()
+        self.emitted = EmittedTokens(request.request_id, page_tokens)
+        self._state, self._first = state.begin(eligibility.recovery_of(request), retries_mismatch)
+        self._inbox: deque[state.Event] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._stream: DecodeStream | None = None
@@ -93,17 +99,17 @@ class RequestDriver:
 
     @property
     def decoding(self) -> bool:
-        return self._state.phase in (Phase.SUBMIT, Phase.STREAM)
+        return self._state.phase in (state.Phase.SUBMIT, state.Phase.STREAM)
 
     @property
     def movable(self) -> bool:
         """Whether it can go on elsewhere exactly; if not it stays on a replica that is leaving, which waits for it."""
-        return not self.tokens or self._state.recovery is not Recovery.NONE
+        return not self.tokens or self._state.recovery is not state.Recovery.NONE
 
     def start(self) -> None:
         self._task = detached(self._main())
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: state.Event) -> None:
         self._inbox.append(event)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -117,10 +123,10 @@ class RequestDriver:
     def decode_lost(self, replica_id: ReplicaId, reason: str) -> None:
         if self._stream is not None and self._stream.replica_id == replica_id:
             self._unregister()  # a token that leaves after it was counted here would be computed twice
-        self.tell(DecodeLost(replica_id, reason, len(self.tokens)))
+        self.tell(state.DecodeLost(replica_id, reason, len(self.tokens)))
 
     def accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """Called by the link for every output of the current submission."""
+        """Called by the stream for every output of the current submission."""
         if output.finish_reason is FinishReason.ABORT:
             # Not by our wish, or we would not listen any more: the controller had the replica drop it.
             replica = self._stream.replica_id if self._stream is not None else ""
@@ -128,7 +134,7 @@ class RequestDriver:
             self.decode_lost(replica, "its replica was told to drop it")
             return None
         if output.finish_reason is FinishReason.ERROR and output.stop_reason == PAGE_INTEGRITY:
-            # It carries no token. What the client is told is the story's; vLLM would say "Internal server error".
+            # It carries no token. vLLM would tell the client "Internal server error".
             self._page_mismatch()
             return None
         first = not self.tokens
@@ -139,14 +145,14 @@ class RequestDriver:
             taken = self.emitted.take(output)
         except ReplayDiffers as error:
             self._unregister()
-            self.tell(Broken(str(error)))
+            self.tell(state.Broken(str(error)))
             return None
         if first and self.tokens:
             self.record.first_token(self.emitted.first_token - self.emitted.began)
         if output.finish_reason is not None:
             self._engine_finished = True
             failed = output.finish_reason is FinishReason.ERROR
-            self.tell(Finished(Outcome.FAILED if failed else Outcome.DONE))
+            self.tell(state.Finished(Outcome.FAILED if failed else Outcome.DONE))
         return taken
 
     def _page_mismatch(self) -> None:
@@ -156,32 +162,32 @@ class RequestDriver:
         self._engine_finished = True
         earlier = self.group.mismatch(self._attempt)
         stay = any(not sibling.movable for sibling in self.group.members.values() if sibling is not self)
-        self.tell(PageMismatch(replica, name, len(self.tokens), earlier, stay))
+        self.tell(state.PageMismatch(replica, name, len(self.tokens), earlier, stay))
 
     # -- the loop
 
     async def _main(self) -> None:
-        end = End(Outcome.FAILED, state.internal_error(self.request_id))
+        end = state.End(Outcome.FAILED, state.internal_error(self.request_id))
         try:
             end = await self._run_to_end()
         except Exception:
             logger.exception("request %s", self.request_id)
-            end = End(Outcome.FAILED, state.internal_error(self.request_id))
+            end = state.End(Outcome.FAILED, state.internal_error(self.request_id))
         except asyncio.CancelledError:
-            end = End(Outcome.CANCELLED, RequestError(503, "the frontend is shutting down"))
+            end = state.End(Outcome.CANCELLED, state.RequestError(503, "the frontend is shutting down"))
         finally:
             await self._give_back(end)
 
-    async def _run_to_end(self) -> End:
+    async def _run_to_end(self) -> state.End:
         action = self._first
-        while not isinstance(action, End):
-            if not isinstance(action, Admit) and not self.admitted.done():
+        while not isinstance(action, state.End):
+            if not isinstance(action, state.Admit) and not self.admitted.done():
                 self.admitted.set_result(None)
             action = await self._next(action)
         return action
 
-    async def _next(self, action: Action) -> Action:
-        """Performs `action`; the next one is whatever the story says to what came first, its result or the outside."""
+    async def _next(self, action: state.Action) -> state.Action:
+        """Performs `action`; the next one follows from what comes first, its result or an event from outside."""
         operation = asyncio.ensure_future(self._perform(action))
         try:
             while True:
@@ -190,7 +196,7 @@ class RequestDriver:
                     if following is not None:
                         return following
                 if operation.done():
-                    event = Broken("a call was cancelled", 503) if operation.cancelled() else operation.result()
+                    event = state.Broken("a call was cancelled", 503) if operation.cancelled() else operation.result()
                     self._state, following = state.step(self._state, event)
                     if following is None:
                         raise RuntimeError(f"{event} does not belong into phase {self._state.phase}")
@@ -209,103 +215,98 @@ class RequestDriver:
     def _attempt(self) -> int:
         return self._state.ticket.attempt if self._state.ticket is not None else 0
 
-    async def _perform(self, action: Action) -> Event:
+    async def _perform(self, action: state.Action) -> state.Event:
         match action:
-            case Admit():
+            case state.Admit():
                 return await self._admit()
-            case Prefill():
+            case state.Prefill():
                 return await self._prefill(action.ticket)
-            case AwaitHandOver():
+            case state.AwaitHandOver():
                 return await self._await_hand_over(action.ticket)
-            case WaitForLeader():
+            case state.WaitForLeader():
                 await self.group.wait_for_leader(action.ticket.attempt)
-                return LeaderArrived()
-            case Submit():
+                return state.LeaderArrived()
+            case state.Submit():
                 return await self._submit(action)
-            case ReportLost():
+            case state.ReportLost():
                 return await self._lost(action)
             case _:
                 await asyncio.get_running_loop().create_future()  # streaming: the outside will tell
                 raise AssertionError("unreachable")
 
-    async def _admit(self) -> Event:
-        started = time.monotonic()
-        request = self.client.admit_request(self.request, self.group.num_sequences, self.caller)
+    async def _admit(self) -> state.Event:
+        started = self._time()
         try:
-            answer = await self.group.admit(self, request, self.client.controller)
+            answer = await self.group.admit(self, self._admission)
         except ControllerGone as error:
             return self._without_controller(error)
-        self.client.hold(self.group)
-        self.record.phase("admit", time.monotonic() - started)
-        if isinstance(answer, Admitted):
+        self.record.phase("admit", self._time() - started)
+        if isinstance(answer, state.Admitted):
             self.record.placed(answer.ticket)
         return answer
 
-    async def _lost(self, report: ReportLost) -> Event:
+    async def _lost(self, report: state.ReportLost) -> state.Event:
         self._unregister()
         self._drop_hand_over()
         if not self.group.mismatched(report.ticket.attempt):
             self.record.lost(report.role, report.replica_id, report.reason)
         try:
-            answer = await self.group.lost(self, report, self.client.controller)
+            answer = await self.group.lost(self, report)
         except ControllerGone as error:
             return self._without_controller(error)
-        if isinstance(answer, Admitted):
-            self.client.hold(self.group)
+        if isinstance(answer, state.Admitted):
             self.record.placed(answer.ticket)
             if report.page_integrity and answer.leader:
                 self.record.run_again()
         return answer
 
-    def _without_controller(self, error: ControllerGone) -> Broken:
+    def _without_controller(self, error: ControllerGone) -> state.Broken:
         logger.warning("request %s: %s", self.request_id, error)
-        return Broken("the controller is away; send it again", 503)
+        return state.Broken("the controller is away; send it again", 503)
 
     def _now(self) -> EngineCoreRequest:
         """The request as it has to be computed from here on."""
         request = self.request
-        if self.tokens and self._state.recovery is Recovery.RESUME:
+        if self.tokens and self._state.recovery is state.Recovery.RESUME:
             request = eligibility.as_continuation(request, self.tokens)
         if self.group.mismatches_before(self._attempt):
             assert self._state.ticket is not None
             request = eligibility.with_private_cache_salt(request, self._state.ticket.ticket_id)
         return request
 
-    async def _prefill(self, ticket: Ticket) -> Event:
+    async def _prefill(self, ticket: Ticket) -> state.Event:
         assert ticket.prefill is not None
-        started = time.monotonic()
+        started = self._time()
         self._deadline = started + ticket.deadline_s
         self.emitted.cached_tokens = None
         # Asked for now, so that the answer is on its way the moment the last page is sealed.
         self._hand_over = asyncio.ensure_future(
-            self.client.controller.call(WaitForHandOver(ticket.ticket_id, ticket.attempt, ticket.deadline_s))
+            self._with.controller.call(WaitForHandOver(ticket.ticket_id, ticket.attempt, ticket.deadline_s))
         )
         request = self._now()
         samples = self.group.num_sequences == 1 and eligibility.samples_at_prefill(request, self._state.recovery)
         frames = eligibility.encode(eligibility.for_prefill(request, samples))
         try:
-            done = await asyncio.wait_for(
-                self.client.prefill.prefill(ticket.prefill, ticket, frames), ticket.deadline_s
-            )
+            done = await asyncio.wait_for(self._with.prefill.prefill(ticket.prefill, ticket, frames), ticket.deadline_s)
         except TimeoutError:
-            return PrefillLost(f"no answer within transfer.hand_over_s {ticket.deadline_s:g}")
+            return state.PrefillLost(f"no answer within transfer.hand_over_s {ticket.deadline_s:g}")
         except ReplicaGone as error:
-            return PrefillLost(str(error))
+            return state.PrefillLost(str(error))
         except Exception as error:
             logger.warning("prefill %s failed request %s: %r", ticket.prefill, self.request_id, error)
-            return PrefillLost(f"it failed with {type(error).__name__}")
+            return state.PrefillLost(f"it failed with {type(error).__name__}")
         if not self.tokens:
             self.emitted.cached_tokens = done.num_cached_tokens
-        self.record.phase("prefill", time.monotonic() - started)
+        self.record.phase("prefill", self._time() - started)
         self.record.phase("prefill_replica", done.seconds)
         if samples and done.output:
             # The client has its token now; decode opens the pages meanwhile and goes on after it.
-            self.client.link(ticket.decode).deliver(done.output, to=self)
-        return Prefilled()
+            self._with.streams.to(ticket.decode).deliver(done.output, to=self)
+        return state.Prefilled()
 
-    async def _await_hand_over(self, ticket: Ticket) -> Event:
+    async def _await_hand_over(self, ticket: Ticket) -> state.Event:
         assert self._hand_over is not None
-        started = time.monotonic()
+        started = self._time()
         rest = max(0.1, self._deadline - started)
         waiting, self._hand_over = self._hand_over, None
         try:
@@ -314,16 +315,16 @@ class RequestDriver:
             answer = Verdict.MISSING
         except ControllerGone:
             answer = Verdict.STALE  # nobody has the proof: decode can still compute the prompt
-        self.record.phase("hand_over", time.monotonic() - started)
-        return HandedOver(answer) if isinstance(answer, HandOver) else NoHandOver(answer)
+        self.record.phase("hand_over", self._time() - started)
+        return state.HandedOver(answer) if isinstance(answer, HandOver) else state.NoHandOver(answer)
 
     def _drop_hand_over(self) -> None:
         if self._hand_over is not None:
             self._hand_over.cancel()
             self._hand_over = None
 
-    async def _submit(self, action: Submit) -> Event:
-        started = time.monotonic()
+    async def _submit(self, action: state.Submit) -> state.Event:
+        started = self._time()
         ticket, replica = action.ticket, action.ticket.decode
         if action.hand_over is None:
             self.emitted.cached_tokens = None
@@ -332,8 +333,8 @@ class RequestDriver:
         self._engine_finished = False
         self._submissions += 1
         self._engine_id = self.request_id if self._submissions == 1 else f"{self.request_id}~{self._submissions}"
-        self.emitted.new_engine(replays=self._state.recovery is Recovery.REPLAY)
-        self._stream = self.client.link(replica)
+        self.emitted.new_engine(replays=self._state.recovery is state.Recovery.REPLAY)
+        self._stream = self._with.streams.to(replica)
         self._stream.register(self._engine_id, self)
         frames = eligibility.encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
         if self.tokens and self._submissions > 1:
@@ -341,8 +342,8 @@ class RequestDriver:
         call: asyncio.Future[None] | None = None
         try:
             await asyncio.wait_for(self._stream.standing(), LINK_S)
-            call = asyncio.ensure_future(self.client.decode.submit(replica, frames, ticket, action.hand_over))
-            call.add_done_callback(_fetch_exception)
+            call = asyncio.ensure_future(self._with.decode.submit(replica, frames, ticket, action.hand_over))
+            call.add_done_callback(fetch_exception)
             await asyncio.wait_for(asyncio.shield(call), CONTROL_S)
         except asyncio.CancelledError:
             # It may or may not have reached decode: it is let through, and the abort comes after it.
@@ -352,12 +353,12 @@ class RequestDriver:
         except (ReplicaGone, TimeoutError) as error:
             if call is not None:
                 call.cancel()
-            return DecodeLost(replica, str(error) or f"no answer within {CONTROL_S:g} s", len(self.tokens))
+            return state.DecodeLost(replica, str(error) or f"no answer within {CONTROL_S:g} s", len(self.tokens))
         except Exception as error:
             logger.warning("decode %s refused request %s: %r", replica, self.request_id, error)
-            return DecodeLost(replica, f"it refused with {type(error).__name__}", len(self.tokens))
-        self.record.phase("submit", time.monotonic() - started)
-        return Submitted()
+            return state.DecodeLost(replica, f"it refused with {type(error).__name__}", len(self.tokens))
+        self.record.phase("submit", self._time() - started)
+        return state.Submitted()
 
     # -- giving back
 
@@ -366,23 +367,23 @@ class RequestDriver:
             self._stream.forget(self._engine_id)
             self._stream = None
 
-    async def _give_back(self, end: End) -> None:
+    async def _give_back(self, end: state.End) -> None:
         self._drop_hand_over()
         engine_id, ticket = self._engine_id, self._state.ticket
         self._unregister()
         self._report(end)
         try:
             if engine_id and not self._engine_finished and ticket is not None:
-                await asyncio.wait_for(self.client.decode.abort(ticket.decode, [engine_id]), CONTROL_S)
+                await asyncio.wait_for(self._with.decode.abort(ticket.decode, [engine_id]), CONTROL_S)
         except (ReplicaGone, TimeoutError):
             pass  # a replica that is gone has aborted everything; a silent one is fenced by the controller
         except Exception:
             logger.exception("aborting %s on %s", engine_id, ticket and ticket.decode)
         finally:
             self.group.leave(self, end.outcome)
-            await self.client.release_when_idle(self.group)
+            await self.group.release_if_idle()
 
-    def _report(self, end: End) -> None:
+    def _report(self, end: state.End) -> None:
         """Tells the client side, before anything is given back: who waits learns it at once."""
         fault = end.fault
         if fault is not None:
@@ -394,10 +395,4 @@ class RequestDriver:
                 fault = None
             else:
                 self.admitted.set_result(None)
-        self.client.run_ended(self, fault)
-
-
-def _fetch_exception(call: asyncio.Future[None]) -> None:
-    """A call that nothing awaits any more may fail: asyncio must not call that an error of its own."""
-    if not call.cancelled():
-        call.exception()
+        self._with.on_end(self, fault)

@@ -1,34 +1,74 @@
-"""The requests that share one ticket: the n sequences of one prompt. A single request is a family of one.
+"""The requests that share one ticket: the n sequences of one prompt. A single request is a group of one.
 
-The first to get the ticket carries the prompt to decode; the others follow when it is there and find its pages in
-decode's own prefix cache, as they would in a single engine. The ticket ends when the last of them has ended.
+The first to get the ticket, the leader, brings the prompt to decode; the others follow when it is there and find its
+pages in decode's own prefix cache, as they would in a single engine. The ticket ends when the last of them has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable
+from typing import Protocol
 
 from actors.messages import AdmitRequest, Claim, Ended, Outcome, Overloaded, ReplicaLost, Ticket
-from app.request.state import Admitted, Event, Refused, ReportLost
+from app.request.state import Admitted, Event, Refused, ReportLost, RequestError
+from app.rpc.ports import ControllerGone, ControllerPort
 
-if TYPE_CHECKING:
-    from app.request.driver import RequestDriver
-    from app.rpc.ports import ControllerPort
+logger = logging.getLogger("pageferry.frontend")
 
 _WORST = (Outcome.DONE, Outcome.CANCELLED, Outcome.FAILED)
 
 
-class SequenceGroup:
-    """`close` says that no more members will join; it is idle when closed and everybody has left."""
+class Member(Protocol):
+    """One sequence of a group; in the service a `RequestDriver`."""
 
-    def __init__(self, num_sequences: int) -> None:
+    request_id: str
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def decoding(self) -> bool: ...
+
+    @property
+    def movable(self) -> bool:
+        """Whether it can go on elsewhere exactly; if not it stays on a replica that is leaving, which waits for it."""
+        ...
+
+    def tell(self, event: Event) -> None: ...
+
+    def left_behind(self, attempt: int) -> None:
+        """A sibling has got the ticket's next attempt: this one and those before it are void."""
+        ...
+
+    def decode_lost(self, replica_id: str, reason: str) -> None: ...
+
+
+class SequenceGroup:
+    """`close` says that no more members will join; it is idle when closed and all have left.
+
+    `on_ticket(group)` is called when its ticket is a new one or names other replicas; `on_released(group)` when the
+    ticket has been given back.
+    """
+
+    def __init__(
+        self,
+        num_sequences: int,
+        controller: ControllerPort,
+        on_ticket: Callable[[SequenceGroup], None] = lambda group: None,
+        on_released: Callable[[SequenceGroup], None] = lambda group: None,
+    ) -> None:
         self.num_sequences = num_sequences
+        self._controller = controller
+        self._on_ticket = on_ticket
+        self._on_released = on_released
         self.request: AdmitRequest | None = None
         self.ticket: Ticket | None = None
-        self.members: dict[str, RequestDriver] = {}
+        self.members: dict[str, Member] = {}
         self.closed = False
         self.released = False
+        self.fault: RequestError | None = None  # of a sequence that has failed: it is the whole answer
         self._mismatched: set[int] = set()  # attempts in which a page of one of them was not its own
         self._answers: dict[
             int, asyncio.Task[Ticket | Overloaded]
@@ -40,10 +80,10 @@ class SequenceGroup:
 
     # -- members
 
-    def join(self, run: RequestDriver) -> None:
+    def join(self, run: Member) -> None:
         self.members[run.request_id] = run
 
-    def leave(self, run: RequestDriver, outcome: Outcome) -> None:
+    def leave(self, run: Member, outcome: Outcome) -> None:
         for attempt in self._leader:
             self.leader_arrived(attempt, run.request_id)
         self.members.pop(run.request_id, None)
@@ -73,13 +113,13 @@ class SequenceGroup:
 
     # -- getting a ticket
 
-    async def admit(self, run: RequestDriver, request: AdmitRequest, controller: ControllerPort) -> Admitted | Refused:
+    async def admit(self, run: Member, request: AdmitRequest) -> Admitted | Refused:
         if not self._answers:
             self.request = request
-            self._answers[0] = asyncio.ensure_future(controller.call(request))
+            self._answers[0] = asyncio.ensure_future(self._controller.call(request))
         return await self._answer(run)
 
-    async def lost(self, run: RequestDriver, report: ReportLost, controller: ControllerPort) -> Admitted | Refused:
+    async def lost(self, run: Member, report: ReportLost) -> Admitted | Refused:
         """Asks for another ticket; siblings that lost the same attempt share the answer."""
         assert self.request is not None
         attempt = report.ticket.attempt
@@ -94,7 +134,7 @@ class SequenceGroup:
                 request=self.request,
                 page_integrity=report.page_integrity,
             )
-            self._answers[attempt] = asyncio.ensure_future(controller.call(lost))
+            self._answers[attempt] = asyncio.ensure_future(self._controller.call(lost))
         answer = await self._answer(run)
         # The old attempt is void for all: who still follows it, or decodes under it, must come here as well.
         for sibling in list(self.members.values()):
@@ -102,7 +142,7 @@ class SequenceGroup:
                 sibling.left_behind(attempt)
         return answer
 
-    async def _answer(self, run: RequestDriver) -> Admitted | Refused:
+    async def _answer(self, run: Member) -> Admitted | Refused:
         """The newest answer, waited for when it is on its way: attempts before it are void for all."""
         while True:
             newest = max(self._answers)
@@ -112,7 +152,9 @@ class SequenceGroup:
                 break
         if isinstance(answer, Overloaded):
             return Refused(answer)
-        self.ticket = answer
+        if self.ticket is not answer:
+            self.ticket = answer
+            self._on_ticket(self)
         leader = self._leader.setdefault(answer.attempt, run.request_id)
         return Admitted(answer, leader == run.request_id)
 
@@ -129,10 +171,10 @@ class SequenceGroup:
     def mismatched(self, attempt: int) -> bool:
         return attempt in self._mismatched
 
-    # -- carrying the prompt
+    # -- the leader brings the prompt
 
     def leader_arrived(self, attempt: int, request_id: str) -> None:
-        """The carrier's prompt is in decode's cache, or will never be there; nobody waits for it any more."""
+        """The leader's prompt is in decode's cache, or will never be there: its siblings go on."""
         if self._leader.get(attempt) == request_id:
             self._arrival(attempt).set()
 
@@ -144,9 +186,9 @@ class SequenceGroup:
 
     # -- giving it back
 
-    async def release(self, controller: ControllerPort) -> None:
-        """Ends the ticket, also one whose grant nobody waited for. Idempotent."""
-        if self.released:
+    async def release_if_idle(self) -> None:
+        """Ends the ticket, also one whose grant no member waited for. Idempotent."""
+        if not self.idle or self.released or self.request is None:
             return
         self.released = True
         waiting = list(self._answers.values())
@@ -155,5 +197,10 @@ class SequenceGroup:
         for found in await asyncio.gather(*waiting, return_exceptions=True):
             if isinstance(found, Ticket):
                 self.ticket = self.ticket or found
-        if self.ticket is not None:
-            await controller.call(Ended(self.ticket.ticket_id, self._outcome, self._num_output_tokens))
+        try:
+            if self.ticket is not None:
+                await self._controller.call(Ended(self.ticket.ticket_id, self._outcome, self._num_output_tokens))
+        except ControllerGone:
+            logger.warning("ticket %s could not be ended: the controller is away", self.ticket)
+        finally:
+            self._on_released(self)

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from actors.messages import Adopt, Claim, Configure, FrontendCommand, FrontendHeartbeat, FrontendReply, ReplicaLeaving
+from actors.messages import (
+    Adopt,
+    Claim,
+    CommandKind,
+    Configure,
+    FrontendCommand,
+    FrontendHeartbeat,
+    FrontendReply,
+    ReplicaLeaving,
+)
 from app.rpc import controller_loops
 from app.rpc.controller_loops import ControllerLoops
 from cluster.spec import ClusterSpec
@@ -36,7 +45,7 @@ class Cluster:
             raise RuntimeError(name)
 
     async def call(self, message: Any, patience_s: float = 15.0) -> Any:
-        await self._call(NAMES[type(message)])
+        await self._call(NAMES[type(message)])  # type: ignore[index]
         return FrontendReply(epoch=1, known=self.known) if isinstance(message, FrontendHeartbeat) else None
 
     async def orders(self, timeout_s: float) -> list[FrontendCommand]:
@@ -118,7 +127,7 @@ async def test_no_exception_ends_a_loop(cluster: Cluster, loops: ControllerLoops
 async def test_an_order_that_fails_leaves_the_others_alone(cluster: Cluster, loops: ControllerLoops) -> None:
     cluster.fails = {"obey"}
     loops.start()
-    cluster.given.put_nowait([FrontendCommand(kind="lost", ticket_id=number, attempt=1) for number in (1, 2)])
+    cluster.given.put_nowait([FrontendCommand(kind=CommandKind.LOST, ticket_id=number, attempt=1) for number in (1, 2)])
     async with asyncio.timeout(10):
         while cluster.obeyed != [1, 2]:
             await asyncio.sleep(0.01)

@@ -18,9 +18,9 @@ from fake_cluster import FakeCluster, request, tokens_of, until
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import FinishReason
 
-from actors.messages import FrontendCommand, Outcome, Overloaded, Role, Verdict
+from actors.messages import CommandKind, FrontendCommand, Outcome, Overloaded, Role, Verdict
 from app.api.errors import RequestErrorResponse
-from app.request.core_client import GROUP, LEAVING, FerryCoreClient
+from app.request.core_client import FerryCoreClient
 from app.request.group import SequenceGroup
 from app.request.state import RequestError
 
@@ -38,9 +38,7 @@ async def settled(client: FerryCoreClient, far: FakeCluster, finished: set[str] 
 
 
 async def cancel(client: FerryCoreClient, *request_ids: str) -> None:
-    token = LEAVING.set(True)
-    await client.abort_requests_async(list(request_ids))
-    LEAVING.reset(token)
+    client.cancel(list(request_ids))
 
 
 async def test_tokens_arrive_once_and_in_order() -> None:
@@ -322,7 +320,9 @@ async def test_late_tokens_of_a_replica_that_was_given_up_are_dropped() -> None:
     d1, d2 = far.decodes["d1"], far.decodes["d2"]
     await until(lambda: "r" in d1.submitted)
     client.obey(
-        FrontendCommand(kind="lost", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="silent")
+        FrontendCommand(
+            kind=CommandKind.LOST, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="silent"
+        )
     )
     await until(lambda: "r~2" in d2.submitted)
     d1.emit("r", 666)  # it lives after all
@@ -413,14 +413,12 @@ class TestSequenceGroup:
     """n > 1: one ticket, one hand-over; siblings ride decode's prefix cache behind the carrier."""
 
     async def add(self, client: FerryCoreClient, count: int) -> SequenceGroup:
-        group = SequenceGroup(count)
-        token = GROUP.set(group)
+        group = client.begin_group("r", count)
         try:
             for index in range(count):
                 await client.add_request_async(request(f"{index}_r"))
         finally:
-            GROUP.reset(token)
-            client.close_group(group)
+            client.end_group("r")
         return group
 
     async def test_one_hand_over_serves_all(self) -> None:
@@ -507,11 +505,13 @@ async def test_the_controller_can_give_a_ticket_up() -> None:
     client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
     await client.add_request_async(request())
     await until(lambda: "r" in far.decodes["d1"].submitted)
-    client.obey(FrontendCommand(kind="cancelled", ticket_id=1, attempt=0, reason="of another attempt"))
-    client.obey(FrontendCommand(kind="lost", ticket_id=1, attempt=2, replica_id="d1", reason="of another attempt"))
+    client.obey(FrontendCommand(kind=CommandKind.CANCELLED, ticket_id=1, attempt=0, reason="of another attempt"))
+    client.obey(
+        FrontendCommand(kind=CommandKind.LOST, ticket_id=1, attempt=2, replica_id="d1", reason="of another attempt")
+    )
     await asyncio.sleep(0.01)
     assert not faults and not far.losses
-    client.obey(FrontendCommand(kind="cancelled", ticket_id=1, attempt=1_000, reason="drained by hand"))
+    client.obey(FrontendCommand(kind=CommandKind.CANCELLED, ticket_id=1, attempt=1_000, reason="drained by hand"))
     await until(lambda: faults)
     assert faults[0][1].status == 503 and "drained by hand" in faults[0][1].message
     await settled(client, far)
@@ -550,7 +550,9 @@ async def test_a_request_moves_from_a_leaving_replica_only_if_that_is_exact(temp
     d1.emit("r", 50)
     await tokens_of(client, "r", 1)
     client.obey(
-        FrontendCommand(kind="move", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="it is leaving")
+        FrontendCommand(
+            kind=CommandKind.MOVE, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="it is leaving"
+        )
     )
     if temperature:
         await asyncio.sleep(0.01)
@@ -613,7 +615,9 @@ async def test_a_token_that_comes_after_the_order_to_move_is_dropped() -> None:
     await asyncio.sleep(0.05)
     first.emit("r", 50)  # in the stream; the link has not run yet
     client.obey(
-        FrontendCommand(kind="move", ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="leaving")
+        FrontendCommand(
+            kind=CommandKind.MOVE, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="leaving"
+        )
     )
     await until(lambda: bool(second.submitted))
     [again] = second.submitted

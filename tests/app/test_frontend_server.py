@@ -118,17 +118,15 @@ async def started() -> AsyncIterator[Server]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def server(started: Server) -> AsyncIterator[Server]:
     """Nothing of a test's requests is left in vLLM or in the client."""
-    fresh = Echoing()
-    for port in ("controller", "prefill", "decode"):
-        setattr(started.client, port, fresh)
-    started.far, started.missing = fresh, ""
+    Echoing.__init__(started.far)  # as new, and still the ports that the client has
+    started.missing = ""
     yield started
     await until(lambda: not started.client.runs and not started.client.groups)
     await until(lambda: not started.llm.output_processor.request_states)
     assert not started.llm.output_processor.parent_requests
-    for link in list(started.client.links.values()):
-        link.close("the test is over")
-    await until(lambda: not started.client.links)
+    assert not started.client._open_groups
+    started.client.streams.close("the test is over")
+    await until(lambda: not list(started.client.streams))
 
 
 async def test_an_answer_in_vllms_own_words(server: Server) -> None:

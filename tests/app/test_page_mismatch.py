@@ -15,8 +15,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from actors.messages import Outcome, Overloaded, Role
 from app.metrics import FrontendMetrics
-from app.request.core_client import GROUP, FerryCoreClient
-from app.request.group import SequenceGroup
+from app.request.core_client import FerryCoreClient
 from app.request.state import PAGE_INTEGRITY_ERROR, RequestError
 
 STOP = FinishReason.STOP
@@ -56,12 +55,12 @@ class Watch:
         return Made()
 
     async def add(self, *requests: EngineCoreRequest) -> None:
-        group = SequenceGroup(len(requests))
-        token = GROUP.set(group)
+        name = requests[0].request_id.partition("_")[2]
+        if name:
+            self.client.begin_group(name, len(requests))
         for each in requests:
             await self.client.add_request_async(each)
-        GROUP.reset(token)
-        self.client.close_group(group)
+        self.client.end_group(name)
 
     async def settled(self) -> None:
         await until(lambda: not self.client.runs and not self.client.groups)
@@ -146,12 +145,12 @@ async def test_without_room_it_ends_with_the_reason(far: FakeCluster) -> None:
 
 async def two(watch: Watch, far: FakeCluster, **params: Any) -> tuple[str, str]:
     """Two sequences of one prompt that decode side by side; the second follows once the first has a token."""
-    await watch.add(request("a", **params), request("b", **params))
+    await watch.add(request("0_g", **params), request("1_g", **params))
     d1 = far.decodes["d1"]
-    await until(lambda: "a" in d1.submitted)
-    d1.emit("a", 50, cached=0)
-    await until(lambda: "b" in d1.submitted)
-    return "a", "b"
+    await until(lambda: "0_g" in d1.submitted)
+    d1.emit("0_g", 50, cached=0)
+    await until(lambda: "1_g" in d1.submitted)
+    return "0_g", "1_g"
 
 
 async def test_siblings_that_are_hit_together_count_once(far: FakeCluster) -> None:
@@ -160,10 +159,10 @@ async def test_siblings_that_are_hit_together_count_once(far: FakeCluster) -> No
         d1.page_mismatch(name)
     await until(lambda: bool(d2.submitted))
     [first] = d2.submitted  # whichever heard of it first carries the prompt
-    second = {"a~2": "b~2", "b~2": "a~2"}[first]
+    second = {"0_g~2": "1_g~2", "1_g~2": "0_g~2"}[first]
     d2.emit(first, 51, cached=0, finish=STOP)
     await until(lambda: second in d2.submitted)
-    assert d2.submitted["a~2"].cache_salt == d2.submitted["b~2"].cache_salt, "they share the prompt's pages again"
+    assert d2.submitted["0_g~2"].cache_salt == d2.submitted["1_g~2"].cache_salt, "they share the prompt's pages again"
     d2.emit(second, 60, cached=0, finish=STOP)
     await watch.settled()
     assert watch.seen[RETRIES] == 1 and far.mismatches == 1 and len(far.losses) == 1
@@ -174,10 +173,10 @@ async def test_a_sibling_that_cannot_move_keeps_both_where_they_are(far: FakeClu
     """Random sampling with a penalty and tokens out: moving one would break the other, so only the one ends."""
     watch, d1 = Watch(far), far.decodes["d1"]
     await two(watch, far, temperature=1.0, presence_penalty=0.5)
-    d1.page_mismatch("b")  # has no token yet, and could start again by itself
+    d1.page_mismatch("1_g")  # has no token yet, and could start again by itself
     await until(lambda: watch.faults)
     assert watch.faults[0].kind == PAGE_INTEGRITY_ERROR and "cannot be continued exactly" in watch.faults[0].message
-    assert "a" in watch.client.runs and far.losses == []
-    d1.emit("a", 51, finish=STOP)
+    assert "0_g" in watch.client.runs and far.losses == []
+    d1.emit("0_g", 51, finish=STOP)
     await watch.settled()
     assert far.ends == [(1, Outcome.FAILED, 2)]

@@ -8,24 +8,21 @@ import pytest
 from fake_cluster import FakeCluster, request, tokens_of, until
 from vllm.v1.engine import FinishReason
 
-from actors.messages import FrontendCommand, Outcome, Overloaded, Role
+from actors.messages import CommandKind, FrontendCommand, Outcome, Overloaded, Role
 from app.api.errors import RequestErrorResponse
-from app.request.core_client import GROUP, FerryCoreClient
-from app.request.group import SequenceGroup
+from app.request.core_client import FerryCoreClient
 from app.rpc.ports import ReplicaGone
 
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
 
 
 async def add_family(client: FerryCoreClient, count: int) -> None:
-    group = SequenceGroup(count)
-    token = GROUP.set(group)
+    client.begin_group("r", count)
     try:
         for index in range(count):
             await client.add_request_async(request(f"{index}_r"))
     finally:
-        GROUP.reset(token)
-        client.close_group(group)
+        client.end_group("r")
 
 
 async def ended(client: FerryCoreClient) -> None:
@@ -129,15 +126,13 @@ async def test_a_sequence_that_joins_late_joins_the_current_attempt() -> None:
     far.prefill_fails = {"p1": ReplicaGone("p1", "it died")}
     far.lost_answers = [far.ticket(1, 2, prefill="p2", decode="d2")]
     client = far.client()
-    group = SequenceGroup(2)
-    token = GROUP.set(group)
+    group = client.begin_group("r", 2)
     try:
         await client.add_request_async(request("0_r"))
         await until(lambda: group.ticket is not None and group.ticket.attempt == 2)
         await client.add_request_async(request("1_r"))
     finally:
-        GROUP.reset(token)
-        client.close_group(group)
+        client.end_group("r")
     assert group.ticket is not None and group.ticket.attempt == 2
     (claim,) = client.claims()
     assert (claim.ticket.attempt, claim.ticket.decode) == (2, "d2")
@@ -146,7 +141,7 @@ async def test_a_sequence_that_joins_late_joins_the_current_attempt() -> None:
     await asyncio.sleep(0.02)
     assert len(d2.submitted) == 1, "the second follows the first's prompt on its new replica"
     far.lost_answers = [far.ticket(1, 3, decode="d1")]
-    client.obey(FrontendCommand(kind="lost", ticket_id=1, attempt=2, replica_id="d2", reason="it died"))
+    client.obey(FrontendCommand(kind=CommandKind.LOST, ticket_id=1, attempt=2, replica_id="d2", reason="it died"))
     await until(lambda: d1.submitted)
     d1.emit(next(iter(d1.submitted)), 50, finish=STOP)
     await until(lambda: len(d1.submitted) == 2)
@@ -162,15 +157,13 @@ async def test_a_sequence_that_joins_when_there_is_no_other_place_is_refused() -
     client = far.client()
     faults: dict[str, str] = {}
     client.on_fault = lambda request_id, fault: faults.setdefault(request_id, fault.message)
-    group = SequenceGroup(2)
-    token = GROUP.set(group)
+    client.begin_group("r", 2)
     try:
         await client.add_request_async(request("0_r"))
         await until(lambda: faults)
         with pytest.raises(RequestErrorResponse, match="nothing is left"):
             await client.add_request_async(request("1_r"))
     finally:
-        GROUP.reset(token)
-        client.close_group(group)
+        client.end_group("r")
     await ended(client)
     assert not far.decodes["d1"].submitted and len(far.losses) == 1
