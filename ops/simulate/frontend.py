@@ -17,8 +17,7 @@ from actors.transfer.staging import Key
 from app.api.errors import RequestErrorResponse
 from app.metrics import Discard, FrontendMetrics
 from app.request.context import CALLER, Caller
-from app.request.core_client import GROUP, FerryCoreClient
-from app.request.group import SequenceGroup
+from app.request.core_client import FerryCoreClient
 from app.request.state import RequestError
 from app.rpc.controller_loops import ControllerLoops
 from app.rpc.ports import ReplicaGone
@@ -262,8 +261,8 @@ class FrontendSim(Process):
         """What `FerryLLM.add_request` does with a request of n sequences."""
         assert self.client is not None
         CALLER.set(Caller(tenant=arrival.tenant, session=arrival.session))
-        group = SequenceGroup(arrival.num_sequences)
-        GROUP.set(group)
+        if arrival.num_sequences > 1:
+            self.client.begin_group(record.request_id, arrival.num_sequences)
         prompt = prompt_of(arrival)
         start = advance(0, prompt)
         try:
@@ -278,7 +277,7 @@ class FrontendSim(Process):
             self._end_record(record)
             record.fail(error.fault, self.world.now_ns)
         finally:
-            self.client.close_group(group)
+            self.client.end_group(record.request_id)
 
     def _sequence(self, record: Record, arrival: Arrival, seed: int, start: int, num_prompt: int) -> Sequence:
         name = record.request_id if arrival.num_sequences == 1 else f"{seed}_{record.request_id}"

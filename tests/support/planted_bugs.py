@@ -42,7 +42,7 @@ BUGS = (
     Bug(
         "a resumed request is sent as it was at first: its tokens come twice",
         "app/request/driver.py",
-        "if self.tokens and self._state.recovery is Recovery.RESUME:",
+        "if self.tokens and self._state.recovery is state.Recovery.RESUME:",
         "if False:",
     ),
     Bug(
@@ -96,7 +96,7 @@ BUGS = (
     Bug(
         "a ticket is not ended when its requests are",
         "app/request/group.py",
-        "await controller.call(Ended(",
+        "await self._controller.call(Ended(",
         "await asyncio.sleep(0) or (lambda _: None)(Ended(",
     ),
     Bug(
