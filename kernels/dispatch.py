@@ -166,7 +166,7 @@ def seal_pages(
       With caches on a GPU it may be host memory (pinned is faster), and the call then waits for the copy.
       n * wire.page_tokens must reach into the last source block; tokens past the source's end become zero bytes.
     binding, first_ordinal: page i is sealed as ordinal first_ordinal + i of this ticket and attempt.
-    head_start: wire head 0 is this head of the source (a shard of the page; see `plan_shards`).
+    head_start: wire head 0 is this head of the source (a part of the page).
 
     Returns int64 [n] on the device of `out`: unsigned 64-bit digests in two's complement (`digests_to_ints`).
     Raises LayoutError for layouts that cannot be converted, ValueError for arguments that do not fit them.

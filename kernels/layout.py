@@ -273,53 +273,6 @@ def _differing(src: PageLayout, dst: PageLayout, names: tuple[str, ...]) -> list
     return [f"{name} {ours} against {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPart:
-    """A run of heads that goes from one source rank to one destination rank; starts count within the rank."""
-
-    src_rank: int
-    dst_rank: int
-    src_head_start: int
-    dst_head_start: int
-    num_heads: int
-
-
-def plan_shards(num_kv_heads: int, src_ranks: int, dst_ranks: int) -> tuple[ShardPart, ...]:
-    """Which heads travel from which tensor-parallel rank to which, TP m -> n.
-
-    A side with more ranks than heads replicates them (rank r holds head r * heads // ranks, as vLLM does); of several
-    source ranks with the same head the lowest sends. Every head of every destination rank appears exactly once.
-    """
-    src, dst = _rank_heads("src_ranks", num_kv_heads, src_ranks), _rank_heads("dst_ranks", num_kv_heads, dst_ranks)
-    owner: dict[int, tuple[int, int]] = {}
-    for rank, held in enumerate(src):
-        for local, head in enumerate(held):
-            owner.setdefault(head, (rank, local))
-    parts: list[ShardPart] = []
-    for rank, held in enumerate(dst):
-        for local, head in enumerate(held):
-            src_rank, src_local = owner[head]
-            last = parts[-1] if parts else None
-            if (
-                last is not None
-                and (last.dst_rank, last.src_rank) == (rank, src_rank)
-                and last.src_head_start + last.num_heads == src_local
-            ):
-                parts[-1] = replace(last, num_heads=last.num_heads + 1)
-            else:
-                parts.append(ShardPart(src_rank, rank, src_local, local, 1))
-    return tuple(parts)
-
-
-def _rank_heads(name: str, num_kv_heads: int, ranks: int) -> list[range]:
-    if ranks < 1 or num_kv_heads < 1 or (num_kv_heads % ranks and ranks % num_kv_heads):
-        raise LayoutError(f"{name} is {ranks}: {num_kv_heads} KV heads neither split nor replicate evenly over it")
-    if ranks <= num_kv_heads:
-        each = num_kv_heads // ranks
-        return [range(r * each, (r + 1) * each) for r in range(ranks)]
-    return [range(r * num_kv_heads // ranks, r * num_kv_heads // ranks + 1) for r in range(ranks)]
-
-
 def _member(kind: Any, name: str, value: object) -> Any:
     try:
         return kind(value)

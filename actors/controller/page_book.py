@@ -68,9 +68,6 @@ class PageBook(Tracked):
         else:
             self.pages.pop(page, None)
 
-    def held_by(self, request_id: str) -> int:
-        return len(self.owners.get(request_id, ()))
-
     def at(self, request_id: str, position: int) -> tuple[int, int] | None:
         """(page, tag) that the request holds at a position, as far as the reports have come."""
         owned = list(self.owners.get(request_id, {}).items())

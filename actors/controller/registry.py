@@ -138,10 +138,6 @@ class TicketRecord(Tracked):
     lost: FrontendCommand | None = None  # its frontend was asked to call `lost` for this attempt
     opened: bool = False  # decode has reported on this attempt's pages
 
-    @property
-    def expiry(self) -> tuple[int, TicketId]:
-        return self.ends_ns, self.ticket.ticket_id
-
 
 class Registry(Tracked):
     def __init__(self) -> None:

@@ -74,15 +74,3 @@ def step(state: TicketState, event: TicketEvent) -> tuple[TicketState, bool]:
     """The next state, and whether the event meant anything here (False: absorbed)."""
     following = TRANSITIONS.get((state, event))
     return (state, False) if following is None else (following, True)
-
-
-def diagram() -> str:
-    """The table as a Mermaid state diagram, for the README."""
-    lines = ["stateDiagram-v2", f"    [*] --> {S.ADMITTED}"]
-    lines += [
-        f"    {state} --> {following}: {event}"
-        for (state, event), following in TRANSITIONS.items()
-        if event not in (E.CANCEL, E.FAIL, E.FINISH, E.DECODE_LOST)
-    ]
-    lines += [f"    {state} --> [*]" for state in sorted(TERMINAL)]
-    return "\n".join(lines)

@@ -15,7 +15,6 @@ from actors.controller.ticket_state import (
     TRANSITIONS,
     TicketEvent,
     TicketState,
-    diagram,
     step,
 )
 
@@ -86,10 +85,3 @@ def test_decoding_needs_no_staging_and_only_a_lost_replica_leads_back(events: li
         if state not in HOLDS_LEASE and following in HOLDS_LEASE:
             assert event is E.DECODE_LOST
         state = following
-
-
-def test_the_diagram_shows_every_state_and_comes_from_the_table() -> None:
-    drawn = diagram()
-    for state in TicketState:
-        assert str(state) in drawn
-    assert f"{S.MOVING} --> {S.VERIFIED}: {E.OPENED}" in drawn

@@ -5,8 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kernels.layout import (
     LayoutError,
@@ -16,7 +14,6 @@ from kernels.layout import (
     Rounding,
     SealBinding,
     check_convertible,
-    plan_shards,
 )
 
 BF16 = PageLayout(30, 128, 3, 64, PageDtype.BF16, PageOrder.CPU_VEC)
@@ -157,29 +154,3 @@ def test_binding_is_checked() -> None:
         SealBinding(-1, 0)
     with pytest.raises(ValueError, match="attempt"):
         SealBinding(0, 1 << 32)
-
-
-@settings(derandomize=True, max_examples=200)
-@given(heads=st.integers(1, 16), src=st.integers(1, 32), dst=st.integers(1, 32))
-def test_shards_cover_every_destination_head_once_from_the_right_place(heads: int, src: int, dst: int) -> None:
-    def held(ranks: int) -> list[list[int]] | None:
-        if heads % ranks == 0:
-            return [list(range(r * heads // ranks, (r + 1) * heads // ranks)) for r in range(ranks)]
-        if ranks % heads == 0:
-            return [[r // (ranks // heads)] for r in range(ranks)]
-        return None
-
-    at_src, at_dst = held(src), held(dst)
-    if at_src is None or at_dst is None:
-        with pytest.raises(LayoutError, match="evenly"):
-            plan_shards(heads, src, dst)
-        return
-    landed: list[list[int | None]] = [[None] * len(row) for row in at_dst]
-    parts = plan_shards(heads, src, dst)
-    for part in parts:
-        for i in range(part.num_heads):
-            assert landed[part.dst_rank][part.dst_head_start + i] is None
-            landed[part.dst_rank][part.dst_head_start + i] = at_src[part.src_rank][part.src_head_start + i]
-    assert landed == at_dst
-    # Nothing is cut finer than ranks demand.
-    assert len(parts) <= max(src, dst, heads) * 2

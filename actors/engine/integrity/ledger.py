@@ -111,10 +111,6 @@ class Ledger:
     def num_quarantined(self) -> int:
         return len(self._withheld)
 
-    @property
-    def num_in_doubt(self) -> int:
-        return len(self._doubt)
-
     def tag(self, page: int) -> int:
         return self._tags[page]
 
