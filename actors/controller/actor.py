@@ -22,6 +22,7 @@ from actors.controller import status as view
 from actors.controller.events import Effect, Event, FrontendGone, Log, Replace, Reply, Tick, ToFrontend, Withdraw
 from actors.controller.exports import Exporter
 from actors.controller.gc_tuning import tune_gc
+from actors.controller.history import History
 from actors.controller.machine import Machine
 from actors.messages import FrontendCommand, FrontendHeartbeat, Join, ReplicaLeft, Request, T, TransferReport
 from cluster.metrics import Emitter
@@ -57,6 +58,7 @@ class Controller:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watched: set[str] = set()
         self._heard_at = time.monotonic()
+        self._history = History()
         self._exporter = Exporter(Emitter(ray.util.metrics, application=application), time.time_ns())
 
     async def call(self, message: Request[T]) -> T:
@@ -91,7 +93,7 @@ class Controller:
 
     async def status(self) -> dict[str, Any]:
         self._start()
-        return view.status(self._machine, time.monotonic_ns())
+        return view.status(self._machine, time.monotonic_ns()) | {"history": self._history.points()}
 
     async def audit(self) -> dict[str, Any]:
         self._start()
@@ -152,7 +154,9 @@ class Controller:
                 del self._orders[frontend_id], self._polls[frontend_id]
 
     def _export(self) -> None:
-        self._exporter.export(view.status(self._machine, time.monotonic_ns()))
+        status = view.status(self._machine, time.monotonic_ns())
+        self._history.add(status)
+        self._exporter.export(status)
 
     def _end_when_alone(self) -> None:
         """Serve asks for the pools' sizes while the application exists, and its processes say that they live."""

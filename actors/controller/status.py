@@ -10,6 +10,8 @@ from actors.controller.registry import Replica
 from actors.controller.ticket_state import LIVE
 from actors.messages import Role
 
+FAULTS_SHOWN = 10
+
 
 def replica_state(replica: Replica) -> str:
     if replica.fenced:
@@ -117,8 +119,23 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
                 for when, decision in scaler.decisions
             ],
         },
+        "page_faults": _page_faults(machine),
         "counters": dict(sorted(machine.counters.items())),
     }
+
+
+def _page_faults(machine: Machine) -> list[dict[str, Any]]:
+    """The latest requests that were ended because a page was not their own, oldest first."""
+    return [
+        {
+            "uptime_s": round((each.when_ns - machine.started_ns) / SECOND, 1),
+            "pool": str(each.role),
+            "replica_id": each.replica,
+            "request_id": each.request_id,
+            "detail": each.detail,
+        }
+        for each in list(machine.mismatches)[-FAULTS_SHOWN:]
+    ]
 
 
 def audit(machine: Machine) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})  # without a tenant's key
+OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/pageferry"})  # without a tenant's key
 CLIENT = OPEN | {
     "/v1/models",
     "/v1/chat/completions",

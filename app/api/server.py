@@ -27,6 +27,7 @@ from app.api.error_rewriter import error_response
 from app.api.fault_injection import NoVictim
 from app.api.llm import FerryLLM
 from app.api.middleware import Access, RequestFilter
+from app.api.page import PATHS, add_page
 from app.request.core_client import FerryCoreClient
 from app.request.many_engines import for_many_engines
 from cluster.spec import ClusterSpec, SpecError
@@ -107,6 +108,7 @@ async def build_server(
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop its own HTTP server
     routes = _routes(status, audit, health)
     _add_scale(routes, scale)
+    add_page(routes, status)
     if fault is not None:
         _add_faults(routes, fault)
     _put_first(app, routes)
@@ -193,4 +195,4 @@ def _put_first(app: FastAPI, routes: FastAPI) -> None:
     app.router.routes[:0] = ours
 
 
-OURS = ("/health", "/status", "/status/audit", "/admin/scale", "/faults")
+OURS = ("/health", "/status", "/status/audit", "/admin/scale", "/faults", *PATHS)
