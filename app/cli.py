@@ -54,7 +54,7 @@ COMMANDS: dict[str, Command] = {
     "chaos": Command(
         "ops.chaos.cli",
         "inject faults and show that every one is caught",
-        ("table_other_request --trials 3", "all --check off --json"),
+        ("table_other_request --trials 3", "all --check off --json", "processes --help"),
     ),
     "kernels": Command("ops.kernels.cli", "compile kernels ahead of time", ("--aot --arch sm_90", "--aot --json")),
     "simulate": Command(

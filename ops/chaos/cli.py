@@ -1,5 +1,8 @@
 """`pageferry chaos KIND|all --trials N --seed S`: puts faults into a real engine pair and shows what came of each.
 
+`pageferry chaos processes` kills, hangs and pauses processes of a running service under load; `pageferry chaos soak`
+looks for false alarms of the page check in mixed traffic without a fault. Each has its own `--help`.
+
 With `--check off` the same faults meet an engine without tags and without seals: the negative control, which shows
 that wrong tokens do escape then.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import sys
 import time
@@ -144,9 +148,16 @@ def line(row: dict[str, Any]) -> str:
     return " ".join(f"{row[name]:{width}}" for name, width in COLUMNS) + f"  {'; '.join(row['by'])}"
 
 
+PROGRAMS = {"processes": "ops.chaos.processes.cli", "soak": "ops.chaos.pages.soak"}
+
+
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="pageferry chaos", description=__doc__.split("\n")[0])
-    parser.add_argument("kind", help=f"all, or one or more (comma) of: {', '.join(KINDS)}")
+    if argv and argv[0] in PROGRAMS:
+        return int(importlib.import_module(PROGRAMS[argv[0]]).main(argv[1:]))
+    parser = argparse.ArgumentParser(
+        prog="pageferry chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", help=f"all, or one or more (comma) of: {', '.join(KINDS)}; or processes, or soak")
     parser.add_argument("--trials", type=int, default=10, help="trials a kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", choices=("on", "off"), default="on", help="off: negative control")

@@ -1,4 +1,4 @@
-"""Every kind of fault, put into a real engine pair with the check on: two trials a kind.
+"""Every kind of fault, put into a real engine pair with the check on: two trials a kind, fifty in `make soak`.
 
 1. It is noticed, by what `KINDS` says has to notice it.
 2. Exactly the victim ends (or nobody, where the pages can be had again); the neighbours' tokens are what they were.
@@ -28,7 +28,7 @@ from ops.chaos.pages.trials import run_trial
 
 MODEL = ".models/smollm2-135m-instruct"
 SEED = 7
-TRIALS = 2
+TRIALS = [2, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,9 +42,10 @@ async def harness() -> AsyncIterator[Harness]:
         await made.close()
 
 
+@pytest.mark.parametrize("count", TRIALS)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_every_fault_is_harmless(harness: Harness, kind: str) -> None:
-    trials = [await run_trial(harness, kind, number) for number in range(TRIALS)]
+async def test_every_fault_is_harmless(harness: Harness, kind: str, count: int) -> None:
+    trials = [await run_trial(harness, kind, number) for number in range(count)]
     row = summary(kind, trials, failed=0)
     assert passed(row, checked=True), [*trials, row]
     by = {"tags": "tag check", "lives": "page lives", "seals": "seal verdict", "ledger": "ledger law"}.get(

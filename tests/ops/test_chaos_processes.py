@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ops.chaos import cli
 from ops.chaos.processes import checks, report
 from ops.chaos.processes.campaign import Result
 from ops.chaos.processes.forms import FORMS, Recovery, problems_of
@@ -168,3 +171,13 @@ def test_the_table_adds_up() -> None:
     assert lines[2] == "| decode-kill | 2 | 26 | 25 | 0 | 0 | 0 | 1 | 0 | 0 | 500 | 1.0 | 1/2 |"
     assert lines[3].startswith("| all | 2 | 26 |")
     assert "FAIL decode-kill seed 2: 13 requests, 12 complete, 1 lost" in report.line(bad.to_dict())
+
+
+def test_one_command_has_all_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Path("ops/results/survival.jsonl")
+    assert cli.main(["processes", "--table", str(runs)]) == 0
+    assert "| decode-kill | 2 | 26 | 26 |" in capsys.readouterr().out
+    done = tmp_path / "soak.json"
+    done.write_text(json.dumps({"steps": 10, "alarms": 1, "outcomes": {}}))
+    assert cli.main(["soak", "--steps", "10", "--file", str(done)]) == 1  # an alarm that was noted is a failure
+    assert "FALSE ALARMS in 10 of 10 steps" in capsys.readouterr().out

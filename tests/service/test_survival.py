@@ -1,5 +1,4 @@
-"""Parts of the running service are killed in the middle of a wave of requests;
-`python -m ops.chaos.processes` does it longer.
+"""Parts of the running service are killed in the middle of a wave of requests; `make soak` takes every kind.
 
 Every request ends exactly once and whole (or with the one clear error it may have), nothing is held afterwards.
 """
@@ -16,7 +15,8 @@ from ops.chaos.processes.campaign import Campaign
 from ops.chaos.processes.kinds import KINDS
 from ops.chaos.processes.load import open_session
 
-CASES = ("transfer-kill", "controller-kill", "frontend-kill", "decode-core-kill")
+IN_EVERY_RUN = ("transfer-kill", "controller-kill", "frontend-kill", "decode-core-kill")
+CASES = [*IN_EVERY_RUN, *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS if kind not in IN_EVERY_RUN)]
 SEED = int(os.environ.get("PAGEFERRY_SEED", "3"))
 
 
@@ -31,6 +31,7 @@ async def test_a_wave_of_requests_survives(service: Service, name: str) -> None:
     kind = KINDS[name]
     async with open_session() as session:
         campaign = Campaign(service, session, print)
+        assert await campaign.ready_for(kind)
         result = await campaign.run(kind, SEED)
         assert result.good, (result.findings.problems, result.leaked, result.phase)
         assert result.findings.complete + result.findings.clear_errors + result.findings.broken == 13

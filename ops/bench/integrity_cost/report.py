@@ -1,7 +1,7 @@
 """One page of everything measured about integrity.
 
 `python -m ops.bench.integrity_cost.report --on F --off F ... --to F.md` reads what
-`pageferry chaos --out`, `ops.chaos.pages.soak`, `ops.bench.integrity_cost.cli` and its `--check-alone` wrote.
+`pageferry chaos --out`, `pageferry chaos soak`, `ops.bench.integrity_cost.cli` and its `--check-alone` wrote.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def soak(tally: Any) -> list[str]:
         f"{tally['breaches']} ledger breaches, {len(tally['laws_broken'])} laws broken when idle. "
         f"Requests: {outcomes}.",
         "",
-        "- `python -m ops.chaos.pages.soak`",
+        "- `pageferry chaos soak`",
     ]
 
 

@@ -1,6 +1,6 @@
 """False alarms: mixed traffic for thousands of decode steps with the check on and no fault at all.
 
-`python -m ops.chaos.pages.soak --steps 20000 --file soak.json`. Prefix sharing, chunked prefill, preemption,
+`pageferry chaos soak --steps 20000 --file soak.json`. Prefix sharing, chunked prefill, preemption,
 aborts in every phase, hand-overs, n > 1 (the same prompt twice at once), greedy and random sampling. Every run adds its
 steps to the file, so that a long soak can be cut into short runs.
 """
@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import random
-import sys
 import time
 import uuid
 from collections import Counter
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.json_output import print_json
-from cluster.json_output import run as run_json
 from cluster.spec import ClusterSpec
 from ops.engine_pair import EnginePair
 
@@ -168,7 +166,7 @@ async def soak(model: str, minutes: float, steps: int, seed: int, tally: Tally) 
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.chaos.pages.soak", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="pageferry chaos soak", description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=20_000, help="decode steps over all runs")
     parser.add_argument("--minutes", type=float, default=4.0, help="most time of this run")
     parser.add_argument("--file", type=Path, default=Path("integrity-soak.json"))
@@ -192,7 +190,3 @@ def main(argv: list[str]) -> int:
             print(f"{name:16} {dict(value) if isinstance(value, Counter) else value}")
         print("no false alarm" if clean else "FALSE ALARMS", f"in {tally.steps} of {args.steps} steps")
     return 0 if clean else 1
-
-
-if __name__ == "__main__":
-    sys.exit(run_json(main, sys.argv[1:]))

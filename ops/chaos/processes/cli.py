@@ -1,10 +1,10 @@
-"""`python -m ops.chaos.processes`: starts a service, hurts it again and again under load, and prints what it cost.
+"""`pageferry chaos processes`: starts a service, hurts it again and again under load, and prints what it cost.
 
-python -m ops.chaos.processes --runs 30 --seed 1
-python -m ops.chaos.processes --runs 8 --kinds decode-kill decode-hang --append runs.jsonl --minutes 5
-python -m ops.chaos.processes --scale-downs 5 --hang-ups 4
-python -m ops.chaos.processes pools.decode.replicas=1 frontend.replicas=1 --rolling config model
-python -m ops.chaos.processes --table runs.jsonl
+pageferry chaos processes --runs 30 --seed 1
+pageferry chaos processes --runs 8 --kinds decode-kill decode-hang --append runs.jsonl --minutes 5
+pageferry chaos processes --scale-downs 5 --hang-ups 4
+pageferry chaos processes pools.decode.replicas=1 frontend.replicas=1 --rolling config model
+pageferry chaos processes --table runs.jsonl
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOPOLOGY = Path(__file__).with_name("topology.yaml")
 
 def parser() -> argparse.ArgumentParser:
     make = argparse.ArgumentParser(
-        prog="python -m ops.chaos.processes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="pageferry chaos processes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     make.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the topology, such as frontend.replicas=1")
     make.add_argument("--runs", type=int, default=0, help="runs that hurt something")
