@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors.controller.machine import Machine
+from actors.controller.registry import Registry
 from actors.messages import Verdict
+from actors.transfer.machine import TransferMachine
 from ops.simulate import cli
 from ops.simulate.checkers import Verdicts, check
 from ops.simulate.cluster import ClusterSim
@@ -117,12 +118,15 @@ def test_pages_run_under_the_shipped_ledger() -> None:
     cluster.close()
 
 
-def test_exceptions_inside_are_violations(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Machine, event: Any, now_ns: int) -> None:
+@pytest.mark.parametrize(("owner", "method"), [(Registry, "open"), (TransferMachine, "step")])
+def test_exceptions_inside_are_violations(owner: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the controller undoes the step and goes on."""
+
+    def broken(*_: Any) -> None:
         raise KeyError("gone")
 
-    monkeypatch.setattr(Machine, "_tick", broken)
-    found, _ = cli.judge(random_scenario(1, ()))
+    monkeypatch.setattr(owner, method, broken)
+    found, _ = cli.judge(replace(random_scenario(1, ()), limit_s=5.0, settle_s=1.0))
     assert any("KeyError: 'gone'" in text for text in found.violations) and not found.clean
 
 

@@ -4,7 +4,7 @@
     python tests/support/planted_bugs.py --known           each bug with the seed noted here first, then from 0 on
 
 Every bug runs in a process of its own, forked before any module of the product is imported; there the module that the
-bug is in is compiled from its changed source. The seeds are those of `pageferry simulate --faults all`.
+bug is in is compiled from its changed source. A seed and a bug's faults are those of `pageferry simulate`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ SEEDS = 500
 
 @dataclass(frozen=True)
 class Bug:
-    """`old` stands exactly once in `file`, and `new` takes its place. `seed`: one that finds it."""
+    """`old` stands exactly once in `file`, and `new` takes its place.
+
+    `faults` and `seed`: a run of `pageferry simulate` that finds it.
+    """
 
     what: str
     file: str
     old: str
     new: str
+    faults: str = "all"
     seed: int = 0
 
 
@@ -44,66 +48,64 @@ BUGS = (
         "app/request/driver.py",
         "if self.tokens and self._state.recovery is state.Recovery.RESUME:",
         "if False:",
+        "crash_decode",
     ),
     Bug(
         "a replayed request's tokens are not taken off again: they come twice",
         "app/request/emitted.py",
         "self._to_replay = len(self.tokens) if replays else 0",
         "self._to_replay = 0",
+        "crash_decode",
     ),
     Bug(
         "a resumed request may put out as many tokens as at first",
         "app/request/eligibility.py",
         "rest.max_tokens = params.max_tokens - len(tokens)",
         "rest.max_tokens = params.max_tokens",
+        "none",
     ),
     Bug(
         "random sampling is continued on another replica",
         "app/request/state.py",
         "if event.num_output_tokens and state.recovery is Recovery.NONE:",
         "if False:",
-    ),
-    Bug(
-        "what a replica drops by the controller's wish counts as finished",
-        "app/request/driver.py",
-        "if output.finish_reason is FinishReason.ABORT:",
-        "if False:",
+        "crash_decode",
     ),
     Bug(
         "the tokens so far are left out of a resumed request's prompt",
         "app/request/eligibility.py",
         "prompt = [*request.prompt_token_ids, *tokens]",
         "prompt = [*request.prompt_token_ids]",
+        "none",
     ),
     Bug(
         "outputs of an attempt that was given up are still taken",
         "app/request/decode_stream.py",
         "self._receivers.pop(engine_id, None)",
         "pass",
+        "hang_decode",
+        21,
     ),
     Bug(
         "news of an older attempt move a sequence that has the new one",
         "app/request/driver.py",
         "if ticket is not None and ticket.attempt <= attempt:",
         "if ticket is not None:",
-    ),
-    Bug(
-        "sequences of a prompt stay behind when one of them has got the next attempt",
-        "app/request/group.py",
-        "if sibling is not run:",
-        "if False:",
+        "crash_decode",
     ),
     Bug(
         "a ticket is not ended when its requests are",
         "app/request/group.py",
         "await self._controller.call(Ended(",
         "await asyncio.sleep(0) or (lambda _: None)(Ended(",
+        "none",
     ),
     Bug(
         "a controller that has come back is not told of the live tickets",
         "app/rpc/controller_loops.py",
         "if not reply.known:",
         "if False:",
+        "crash_controller, slow_decode",
     ),
     # -- the controller
     Bug(
@@ -111,30 +113,36 @@ BUGS = (
         "actors/controller/admission.py",
         "if (ticket_id := self.registry.by_request.get(key)) is not None:",
         "if (ticket_id := None) is not None:",
+        "duplicate, drop",
+        1,
     ),
     Bug(
         "a seal of an older attempt is accepted",
         "actors/controller/tickets.py",
         "if live is None or live.ticket.attempt != seal.attempt or live.state not in HOLDS_LEASE:",
         "if live is None or live.state not in HOLDS_LEASE:",
+        "all",
     ),
     Bug(
         "a new controller takes the tickets of the one before for dead",
         "actors/controller/state.py",
         "epoch_of(ticket_id) < self.epoch",
         "False",
+        "crash_controller",
     ),
     Bug(
         "a retry keeps its attempt's number",
         "actors/controller/tickets.py",
         "attempt=live.ticket.attempt + 1, epoch=self.epoch",
         "attempt=live.ticket.attempt, epoch=self.epoch",
+        "crash_decode",
     ),
     Bug(
         "a ticket that loses its place keeps its blocks reserved",
         "actors/controller/registry.py",
         "decode.reserved -= live.reserved",
         "decode.reserved -= 0",
+        "none",
     ),
     # -- transfer
     Bug(
@@ -142,60 +150,67 @@ BUGS = (
         "actors/transfer/staging.py",
         "return bool(self.writers or self.readers)",
         "return bool(self.writers)",
+        "hang_decode, slow_decode",
+        11,
     ),
     Bug(
         "a lease is given back while an engine writes it",
         "actors/transfer/staging.py",
         "return bool(self.writers or self.readers)",
         "return bool(self.readers)",
+        "hang_prefill, slow_prefill",
+        9,
     ),
     Bug(
         "a fetch from another node writes on when its bytes have been given back",
         "actors/transfer/machine.py",
         "self.staging.open_writer(waiting.key, fetch_name(fetch.fetch_id))",
         "pass",
-    ),
-    Bug(
-        "a copy for another node reads on when its bytes have been given back",
-        "actors/transfer/machine.py",
-        "self.staging.open_reader(key, copy_name(event.call_id))",
-        "pass",
+        "hang_decode, cancel",
+        9,
     ),
     Bug(
         "an engine that has opened its pages stays a reader",
         "actors/transfer/machine.py",
         "        self.staging.reader_done(key, engine)\n        whole =",
         "        whole =",
+        "none",
     ),
     Bug(
         "an engine that has died keeps its bytes",
         "actors/transfer/machine.py",
         "self.staging.peer_gone(engine)",
         "pass",
+        "crash_prefill, slow_prefill",
+        1,
     ),
     Bug(
         "an engine that has sealed its last page stays a writer",
         "actors/transfer/machine.py",
         "if message.last:",
         "if False:",
+        "none",
     ),
     Bug(
         "a lease that was taken back before it was asked for is granted",
         "actors/transfer/machine.py",
         "if key in self.ended or self.engines.any_gone(event.engines):",
         "if self.engines.any_gone(event.engines):",
+        "hang_transfer, cancel",
     ),
     Bug(
         "a ticket that has ended keeps waiting for bytes",
         "actors/transfer/machine.py",
         "self.queue.leave(waiting)\n            for call in waiting.calls:",
         "for call in waiting.calls:",
+        "full_staging, cancel",
     ),
     Bug(
         "what is kept for the lease at the front is lent to those behind it",
         "actors/transfer/lease_queue.py",
         "expires_ns, front and front[1:])",
         "expires_ns, None)",
+        "full_staging",
     ),
 )
 
@@ -237,11 +252,11 @@ def find(bug: Bug | None, seeds: list[int]) -> tuple[int, str]:
 
     logging.disable(logging.CRITICAL)
     from ops.simulate.cli import judge
-    from ops.simulate.faults import FaultKind
+    from ops.simulate.faults import parse_kinds
     from ops.simulate.scenario import random_scenario
 
     for seed in seeds:
-        found, _ = judge(random_scenario(seed, tuple(FaultKind)))
+        found, _ = judge(random_scenario(seed, parse_kinds(bug.faults if bug is not None else "all")))
         if not found.clean:
             return seed, found.violations[0]
     return -1, ""
@@ -266,7 +281,7 @@ def in_process(bug: Bug | None, seeds: list[int]) -> dict[str, Any]:
         answer = json.loads(pipe.read() or '{"seed": -2, "violation": "the process died"}')
     os.waitpid(child, 0)
     name = bug.what if bug is not None else "no bug"
-    return {"bug": name, "file": bug.file if bug else "", **answer, "wall_s": round(time.monotonic() - began, 1)}
+    return {"bug": name, "faults": bug.faults if bug else "all", **answer, "wall_s": round(time.monotonic() - began, 1)}
 
 
 def main() -> int:
