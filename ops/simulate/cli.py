@@ -15,6 +15,7 @@ import importlib
 import logging
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def _one(scenario: Scenario, args: argparse.Namespace) -> int:
     if args.plot:
         from ops.bench.scaling.plots import plot_run
 
-        sampled = ClusterSim(scenario, sample_ns=250_000_000).run()
+        with closing(ClusterSim(scenario, sample_ns=250_000_000)) as sampled:
+            sampled.run()
         print(plot_run(sampled, Path(args.plot) / f"scenario-{scenario.seed}.png"))
     return 0 if found.clean else 1

@@ -185,7 +185,10 @@ def play(arrivals: list[Arrival], serve: ServeSettings | None, minimum: int = 1)
             cluster.world.at(SECOND // 2, look)
 
         cluster.world.at(SECOND, look)
-    return cluster.run()
+    try:
+        return cluster.run()
+    finally:
+        cluster.close()
 
 
 def judge(cluster: ClusterSim, policy: str, trace: str, seed: int = 1) -> Outcome:

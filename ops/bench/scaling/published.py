@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def measure(kv: str, offered: int, prompt_tokens: int = PROMPT_TOKENS, fp8_read:
     # The prompt is there at once: what is measured is decode.
     cluster = ClusterSim(scenario, {Role.PREFILL: LinearCosts(1), Role.DECODE: _Decode(costs)}, quantum=32)
     _teach(cluster, prompt_tokens, output)
-    return _watch(cluster, kv, offered)
+    with closing(cluster):
+        return _watch(cluster, kv, offered)
 
 
 def _spec() -> dict[str, Any]:
