@@ -23,6 +23,7 @@ from actors.messages import Role
 from cluster.json_output import print_json
 from cluster.plan.published import published_pool
 from cluster.plan.roofline import Roofline
+from ops.bench.stats import mean_interval
 from ops.simulate.cluster import ClusterSim
 from ops.simulate.costs import RooflineCosts
 from ops.simulate.scenario import SPEC, Scenario, Shape
@@ -293,10 +294,6 @@ def compare(repeats: int, seconds: float = 3_600.0, record: Path | None = None) 
     return outcomes
 
 
-# Two-sided 95 % points of Student's t by degrees of freedom.
-_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-
-
 @dataclass(frozen=True, slots=True)
 class Mean:
     """Over seeds, with the half-width of its 95 % interval (0 for a single seed)."""
@@ -306,12 +303,8 @@ class Mean:
 
     @classmethod
     def of(cls, values: list[float]) -> Mean:
-        count = len(values)
-        mean = sum(values) / count
-        if count == 1:
-            return cls(mean, 0.0)
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-        return cls(mean, _T95.get(count - 1, 1.96) * deviation / math.sqrt(count))
+        found = mean_interval(values)
+        return cls(found.value, found.high - found.value if len(values) > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
