@@ -3,7 +3,7 @@
 One service with the check on, policy `fail`, JSON logs, and a real Prometheus beside it.
 1. Before the first event every counter is there at 0 and no alert fires.
 2. A page mix-up makes `PageferryPageMixUp` fire, and it clears by itself.
-3. Each query of each dashboard is answered; what a request must move has moved.
+3. Each panel of each dashboard has data; what a request must move has moved.
 4. The logs are JSON; the request and the fault have their lines, and no text of the prompt is in any of them.
 
 The rules' windows of five minutes are shortened for the test; nothing else of them is changed.
@@ -29,7 +29,7 @@ from live_service import free_port
 from serve_command import serving
 
 from ops.grafana.dashboards import DASHBOARDS
-from ops.grafana.draw import evaluate
+from ops.grafana.draw import draw
 
 ROOT = Path(__file__).parents[2]
 KIND = "table_free_page"
@@ -199,15 +199,12 @@ def test_a_page_mix_up_fires_its_alert_and_it_clears(watched: Watched) -> None:
     print(f"PageferryPageMixUp fired after {fired:.1f} s and cleared {cleared:.1f} s later (window {WINDOW})")
 
 
-def test_every_query_of_every_dashboard_is_answered(watched: Watched) -> None:
-    empty = [
-        f"{board.uid}: {panel.title}: {query.promql}"
-        for board in DASHBOARDS
-        for panel in board.panels
-        for query in panel.queries
-        if not evaluate(watched.prometheus, query, watched.began, time.time(), "20s")
-    ]
-    assert not empty, "\n".join(empty)
+def test_every_panel_of_every_dashboard_has_data(watched: Watched, tmp_path: Path) -> None:
+    for board in DASHBOARDS:
+        picture = tmp_path / f"{board.uid}.png"
+        filled = draw(board, watched.prometheus, watched.began, time.time(), "20s", picture)
+        assert filled == len(board.panels), board.uid
+        assert picture.stat().st_size > 10_000
 
 
 def lines(watched: Watched, pattern: str) -> list[dict[str, Any]]:
