@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -16,10 +17,13 @@ from ray.serve.handle import DeploymentHandle
 
 from actors import logs
 from actors.messages import Configure, Role, SetTarget
+from app.api.health import cannot_serve
 from app.api.status import whole_audit
 from app.client.asgi import call
 from app.rpc import directory
 from app.rpc.controller_loops import ControllerLoops
+from app.rpc.remote import CONTROLLER_AWAY_S
+from app.serve_http import refuse_other_address
 from cluster.spec import ClusterSpec
 
 logger = logging.getLogger("pageferry.frontend")
@@ -40,13 +44,17 @@ class Frontend:
 
         logs.below_serve()
         self.spec = spec = ClusterSpec.parse(spec_tree)
+        await asyncio.to_thread(refuse_other_address, spec)
         set_environment(spec, Role.DECODE)
         context = serve.get_replica_context()
         self.frontend_id = context.replica_id.unique_id
         self.controller = RemoteController(lambda: get_or_create(context.app_name, spec, deployment), self.frontend_id)
+        for handle in (decode, prefill):
+            if handle is not None:
+                handle.options(method_name="utility")  # from here on its router follows the replicas
         self.decode = RemoteDecode(decode, self.frontend_id)
         self.prefill = RemotePrefill(prefill if prefill is not None else decode, self.frontend_id)
-        self._has_prefill = prefill is not None
+        self._answered_at = -math.inf  # when the controller last said how the pools are
         self._loop = asyncio.get_running_loop()
         await self._start_server()
         hung_s = 2 * spec.admission.fence_after_s
@@ -61,16 +69,10 @@ class Frontend:
         from app.request.core_client import FerryCoreClient
 
         spec = self.spec
-        announcement = await self.decode.describe()
-        tokenizer, theirs = tokenizer_of(spec), announcement.fingerprint.tokenizer
-        if announcement.generation == generation(spec) and tokenizer != theirs:
-            raise RuntimeError(
-                f"decode's checkpoint {spec.pools.decode.weights} has another tokenizer ({theirs}) than "
-                f"{spec.model.path} ({tokenizer}): use a checkpoint of the same model, or set model.tokenizer to the "
-                "one that both were made for"
-            )
+        # Without a live decode replica, which a pool at zero has none of: a request must be able to wake it.
+        self._generation, self._tokenizer = generation(spec), tokenizer_of(spec)
         args = server_args(spec)
-        config = frontend_config(args, announcement.max_model_len, announcement.blocks_total)
+        config = frontend_config(args)
         self.client = FerryCoreClient(
             self.frontend_id,
             self.controller,
@@ -79,7 +81,7 @@ class Frontend:
             block_tokens=spec.pools.decode.block_tokens,
             caches_prefixes=spec.pools.prefill.enable_prefix_caching,
             num_engines=spec.pools.decode.bounds[1],
-            tokenizer=tokenizer,
+            tokenizer=self._tokenizer,
             retries_mismatch=spec.integrity.policy == "retry",
             metrics=FrontendMetrics(
                 ray.util.metrics, serve.get_replica_context().app_name, spec.frontend.tenants.values()
@@ -139,16 +141,14 @@ class Frontend:
         """Why no request can be served now; "" when one can."""
         if reason := self._loops.standing_still():
             return reason
+        now = asyncio.get_running_loop().time()
         try:
             status = await asyncio.wait_for(self.controller.status(), 3.0)
-        except Exception as error:
+        except Exception as error:  # while it restarts, requests wait for it
             logger.warning("health: the controller does not answer: %s: %s", type(error).__name__, error)
-            return "the controller does not answer"
-        pools = ["decode", "prefill"] if self._has_prefill and self.spec.pools.prefill.replicas else ["decode"]
-        for pool in pools:
-            if not status["pools"].get(pool, {}).get("replicas"):
-                return f"no {pool} replica has joined"
-        return ""
+            return "the controller does not answer" if now - self._answered_at > CONTROLLER_AWAY_S else ""
+        self._answered_at = now
+        return cannot_serve(status, self.spec, self._generation, self._tokenizer)
 
     def _replicas_changed(self, deployment: str, live: frozenset[str], left: frozenset[str]) -> None:
         """Called from the thread of Serve's router."""

@@ -299,7 +299,8 @@ class Admission(ControllerState):
     def _add_to_schedule(self, waiting: Waiting, now_ns: int) -> int:
         tokenizer, limit = waiting.request.tokenizer, self.spec.admission.occupancy_limit
         if tokenizer not in self._schedules:
-            self._schedules[tokenizer] = Schedule.of(self.registry, self.forecast, tokenizer, limit, (), now_ns)
+            arriving = self.autoscaler.arriving(now_ns)
+            self._schedules[tokenizer] = Schedule.of(self.registry, self.forecast, tokenizer, limit, arriving, now_ns)
         demand = Demand.of(waiting.request, self.forecast)
         block_tokens = self.spec.pools.decode.block_tokens
         return self._schedules[tokenizer].add(demand, block_tokens, self.forecast.prompt_token_ns)

@@ -1,9 +1,8 @@
 """How many replicas each pool should have. Pure: inputs and effects are values, and the reason is part of the effect.
 
-Decode is scaled by KV occupancy: blocks that running requests will have taken at their expected ends, plus what waits
-in the queue, against the blocks of all replicas that are there or on their way. Added is what a surge will have
-brought by the time that a replica ordered now is up, at most what the queue can hold; what counts as a surge, and how
-fast it grows, is decided in `surge.py`. Prefill is scaled by prompt tokens not computed yet.
+What each pool has to do is `load.py`'s, against what all replicas give that are there or on their way. Added is what
+a spike of demand will have brought by the time that a replica ordered now is up, at most what the queue can hold; what
+counts as a spike, and how fast it grows, is decided in `spike.py`.
 
 Every decision starts from what the platform holds (`pool_sizes.py`); while that is not known, none is made.
 
@@ -16,36 +15,20 @@ is cold for `warm_up_s` after it joined; its coming capacity counts, so that nob
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from actors.controller.forecast import SECOND, Forecast, blocks_for
+from actors.controller.forecast import SECOND, Forecast
 from actors.controller.journal import Tracked, TrackedDeque, TrackedDict
+from actors.controller.load import Load, decode_load, prefill_load
 from actors.controller.pool_sizes import PoolSizes
 from actors.controller.queue import AdmissionQueue
-from actors.controller.registry import Registry, Replica
+from actors.controller.registry import Registry
 from actors.controller.spike import Trend
 from actors.messages import Role, ScaleDecision
 from cluster.spec import ClusterSpec, PoolSpec, ScalingSpec
 
 EVERY_NS = SECOND // 2
 REMEMBERED = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One pool at one moment, in its own unit: blocks (decode) or prompt tokens (prefill)."""
-
-    demand: float  # what is or will be needed
-    queued: float  # part of `demand` that has no place yet
-    per_replica: float  # what one replica gives
-    unit: str
-    idle: bool  # nobody runs, nobody waits
-    growth: float = 0.0  # of `demand`, a second, beyond what chance explains
-    steady: float = 0.0  # what the present inflow holds in the long run
-    holds: float = 0.0  # all replicas that are there and the queue, filled to its bound
-    cold: int = 0  # replicas there, not warm yet
-    stale: int = 0
 
 
 @dataclass(slots=True)
@@ -112,6 +95,20 @@ class Autoscaler(Tracked):
         """Seconds from the order of a replica to its first ticket: as seen, or `warm_up_s` before any was."""
         return self.sizes.start_up_ns(role) / SECOND or self._scaling.warm_up_s
 
+    def arriving(self, now_ns: int) -> list[tuple[int, float, int]]:
+        """Decode replicas on their way: (when each should take its first ticket, its blocks, its slots), soonest first.
+
+        Of a pool at zero it is the one that the next request wakes.
+        """
+        if not self._blocks:
+            return []  # no decode replica was ever seen
+        took_ns = int(self.start_up_s(Role.DECODE) * SECOND)
+        times = self.sizes.arriving(Role.DECODE, now_ns, took_ns)
+        asleep = self.sizes.target(Role.DECODE, now_ns) == 0 and self._scaling.mode != "off"
+        if asleep and not times and not self.sizes.unplaced(Role.DECODE):
+            times = [now_ns + took_ns]
+        return [(when, self._blocks, self._pool(Role.DECODE).max_num_seqs) for when in times]
+
     def set_by_hand(self, role: Role, target: int, hold_s: float, now_ns: int) -> str:
         """In every mode; nothing is decided for that pool until the hold ends. Returns why not, "" when taken."""
         low, high = self._pool(role).bounds
@@ -143,10 +140,11 @@ class Autoscaler(Tracked):
         decode = decode_load(registry, room, forecast, self._spec, self._blocks, now_ns)
         look_ns, warm_ns = int(self._scaling.look_back_s * SECOND), int(self._scaling.warm_up_s * SECOND)
         ahead_ns = int(self.start_up_s(Role.DECODE) * SECOND)
-        self._trend.add(forecast, decode.demand, look_ns, warm_ns, ahead_ns, now_ns)
-        decode = replace(decode, growth=self._trend.growth, steady=self._trend.steady)
+        self._trend.add(forecast, decode.blocks, look_ns, warm_ns, ahead_ns, now_ns)
+        unit = decode.per_replica / decode.blocks_each
+        decode = replace(decode, growth=self._trend.growth * unit, steady=self._trend.steady * unit)
         if any(r.role is Role.DECODE for r in registry.replicas.values()):
-            self._blocks = decode.per_replica
+            self._blocks = decode.blocks_each
         loads = {Role.DECODE: decode, Role.PREFILL: prefill_load(registry, room, forecast, self._spec, now_ns)}
         unknown = [role for role in self._roles if self.sizes.target(role, now_ns) is None]
         for role in unknown:
@@ -288,68 +286,3 @@ class Autoscaler(Tracked):
             return self._pool(role).bounds[1]
         other = Role.PREFILL if role is Role.DECODE else Role.DECODE
         return (budget - self._held(other, now_ns) * self._pool(other).gpus_per_replica) // each
-
-
-def _warm(replicas: Iterable[Replica], warm_ns: int, now_ns: int) -> tuple[list[Replica], int]:
-    there = [r for r in replicas if not r.fenced and not r.draining_since_ns]
-    warm = [r for r in there if r.ready_ns and now_ns - r.joined_ns >= warm_ns]
-    return warm, len(there) - len(warm)
-
-
-def decode_load(
-    registry: Registry,
-    room: AdmissionQueue,
-    forecast: Forecast,
-    spec: ClusterSpec,
-    blocks_seen: float,
-    now_ns: int,
-) -> Load:
-    """`blocks_seen`: of a replica, when there is none to ask. With nothing known, all that waits needs one replica."""
-    everyone = [r for r in registry.replicas.values() if r.role is Role.DECODE]
-    warm, cold = _warm(everyone, int(spec.scaling.warm_up_s * SECOND), now_ns)
-    known = [r.announcement.blocks_total for r in everyone if not r.fenced]
-    block_tokens = everyone[0].announcement.block_tokens if everyone else spec.pools.decode.block_tokens
-    queued = float(sum(blocks_for(w.request, forecast.output_tokens(w.request), block_tokens) for w in room))
-    per_replica = sum(known) / len(known) if known else blocks_seen or max(1.0, queued)
-    there = [r for r in everyone if not r.fenced]
-    # A cold replica's own samples do not count, but tickets that were placed on it do: they are there to stay.
-    demand = sum(min(r.committed, r.announcement.blocks_total) for r in there)
-    live = any(r.tickets for r in there) or any(r.occupancy.running for r in there)
-    return Load(
-        demand=demand + queued,
-        queued=queued,
-        per_replica=per_replica,
-        unit="KV blocks",
-        idle=not live and not len(room),
-        cold=cold,
-        stale=sum(r.stale for r in warm),
-        holds=sum(known) + room.size_max * forecast.mean_blocks,
-    )
-
-
-def prefill_load(registry: Registry, room: AdmissionQueue, forecast: Forecast, spec: ClusterSpec, now_ns: int) -> Load:
-    there = [r for r in registry.replicas.values() if r.role is Role.PREFILL and not r.fenced]
-    _, cold = _warm(there, int(spec.scaling.warm_up_s * SECOND), now_ns)
-    per_replica = float(spec.scaling.prefill_queue_tokens)
-    alone = spec.admission.local_prefill_max_tokens
-    queued = float(
-        sum(w.request.num_prompt_tokens for w in room if w.request.disaggregate and w.request.num_prompt_tokens > alone)
-    )
-    if not there:  # what decode computes now, by the forecast, only because there is no prefill replica
-        queued += sum(
-            live.request.num_prompt_tokens
-            for live in registry.tickets.values()
-            if live.request.disaggregate
-            and live.request.num_prompt_tokens > alone
-            and now_ns - live.placed_ns < forecast.prompt_token_ns * live.request.num_prompt_tokens
-        )
-    demand = sum(max(r.inflight_tokens, r.occupancy.waiting_prompt_tokens) for r in there)
-    return Load(
-        demand=demand + queued,
-        queued=queued,
-        per_replica=per_replica,
-        unit="prompt tokens",
-        idle=demand == 0 and queued == 0,
-        cold=cold,
-        stale=sum(r.stale for r in there),
-    )

@@ -29,6 +29,7 @@ def _replica(replica: Replica, now_ns: int) -> dict[str, Any]:
         "node_id": facts.node_id,
         "incarnation": facts.incarnation,
         "generation": facts.generation,
+        "tokenizer": facts.fingerprint.tokenizer,
         "blocks_total": seen.blocks_total,
         "blocks_free": seen.blocks_free,
         "blocks_held": seen.blocks_held,

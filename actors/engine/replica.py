@@ -14,7 +14,7 @@ from actors import logs
 from actors.controller.actor import get_or_create
 from actors.engine.config import set_environment
 from actors.engine.server import DecodeServer, PrefillServer
-from actors.messages import Announcement, HandOver, PrefillDone, ReplicaStarting, Role, Ticket
+from actors.messages import HandOver, PrefillDone, ReplicaStarting, Role, Ticket
 from actors.transfer import actor as transfer_shell
 from cluster.spec import ClusterSpec
 
@@ -95,9 +95,6 @@ class PrefillReplica:
     async def abort(self, ticket_ids: list[int]) -> None:
         await self.host.abort(ticket_ids)
 
-    async def describe(self) -> Announcement:
-        return await self.host.describe()
-
     async def audit(self) -> dict[str, Any]:
         return await self.host.audit()
 
@@ -134,9 +131,6 @@ class DecodeReplica:
     async def outputs(self, frontend_id: str) -> AsyncGenerator[list[bytes], None]:
         async for frames in self.host.outputs(frontend_id):
             yield frames
-
-    async def describe(self) -> Announcement:
-        return await self.host.describe()
 
     async def audit(self) -> dict[str, Any]:
         return await self.host.audit()

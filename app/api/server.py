@@ -73,13 +73,23 @@ def server_args(spec: ClusterSpec) -> Namespace:
     return args
 
 
-def frontend_config(args: Namespace, max_model_len: int, num_blocks: int) -> VllmConfig:
-    """The engine configuration as a frontend needs it; the two numbers are what decode's engine found out."""
+def frontend_config(args: Namespace) -> VllmConfig:
+    """Decode's engine configuration, of which a frontend needs the model's part; no engine is asked for it."""
     config: VllmConfig = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    config.model_config.max_model_len = min(config.model_config.max_model_len, max_model_len)
-    config.cache_config.num_gpu_blocks = num_blocks
     for_many_engines(config)
     return config
+
+
+def tasks_without_engine(config: VllmConfig) -> tuple[str, ...] | None:
+    """What a model that generates text serves; None for the others, whose engine has to be asked."""
+    model = config.model_config
+    if model.runner_type != "generate":
+        return None
+    found, _ = model.registry.inspect_model_cls(model.architectures, model)
+    if found.supports_transcription_only:
+        return ("transcription",)
+    known = (("generate", found.is_text_generation_model), ("transcription", found.supports_transcription))
+    return tuple(task for task, served in known if served)
 
 
 async def build_server(
@@ -99,6 +109,7 @@ async def build_server(
     `scale(pool, replicas, hold_s)` sets a pool's size and says why not.
     `fault(kind, victim, trial, more)` puts a fault into an engine; without it there is no such route.
     """
+    client.supported_tasks = tasks_without_engine(config)
     llm = FerryLLM(config, client, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("replicas", type=int)
     make.add_argument("--hold", type=seconds, default=600.0, metavar="TIME", help="automatic scaling rests: 90s, 10m")
     make.add_argument("--url", default="http://127.0.0.1:8000", help="of the service")
-    make.add_argument("--api-key", help="where the service has tenants")
+    make.add_argument("--api-key", help="the admin key, where the service has one")
     make.add_argument("--json", action="store_true")
     return make
 

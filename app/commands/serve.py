@@ -21,6 +21,7 @@ from typing import Any
 from app.commands.own_http import DIRECT
 from app.placement import DRAIN_S, cpus_asked
 from app.processes import MARK, end_marked, marked, sweep
+from app.serve_http import refuse_other_address
 from cluster.names import NAMESPACE, is_of
 from cluster.plan.fits import DoesNotFit
 from cluster.plan.preflight import refuse_unfit_cpu_pools
@@ -204,6 +205,8 @@ class Service:
 
         frontend = self.spec.frontend
         serve.start(http_options=HTTPOptions(host=frontend.host, port=frontend.port))
+        if self.address is not None:
+            refuse_other_address(self.spec)
 
     def deploy(self, spec: ClusterSpec) -> None:
         """Again, with another spec: a rolling update that loses no request."""
@@ -259,7 +262,7 @@ class Service:
                 continue
             running, wanted = deployment.replica_states.get("RUNNING", 0), self._wanted(name)
             if running < wanted:
-                what = "engine start-up" if name != "Frontend" else "waits for decode, then loads tokenizer and API"
+                what = "engine start-up" if name != "Frontend" else "loads tokenizer and API"
                 waiting.append(f"{name} {running}/{wanted} ({what})")
         if not application.deployments:
             return "building the application"

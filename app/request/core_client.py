@@ -72,7 +72,7 @@ class FerryCoreClient:
         self.engine_ranks_managed = list(range(num_engines))
         self.resources = SimpleNamespace(engine_dead=False)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
-        self._supported_tasks: tuple[Any, ...] | None = None
+        self.supported_tasks: tuple[Any, ...] | None = None  # None: an engine has to be asked
         self._lora_numbers: dict[int, int] = {}  # this frontend's own -> the one that engines know
         self.streams = DecodeStreams(decode, self._outputs.put_nowait, self._expected, num_engines)
         metrics = metrics or FrontendMetrics(Discard)
@@ -227,10 +227,10 @@ class FerryCoreClient:
     # -- the rest of vLLM's surface
 
     async def get_supported_tasks_async(self) -> tuple[Any, ...]:
-        if self._supported_tasks is None:
+        if self.supported_tasks is None:
             results = await self.decode.utility("get_supported_tasks", [])
-            self._supported_tasks = tuple(results[0])
-        return self._supported_tasks
+            self.supported_tasks = tuple(results[0])
+        return self.supported_tasks
 
     async def _everywhere(self, method: str, *args: Any) -> list[Any]:
         return await self.decode.utility(method, list(args))

@@ -213,7 +213,3 @@ class RemoteDecode(_Pool):
             raise _gone(replica_id, error) from error
         finally:
             response.cancel()
-
-    async def describe(self) -> Any:
-        """The announcement of any decode replica; waits until there is one."""
-        return await self._handle.options(method_name="describe").remote()

@@ -191,6 +191,57 @@ def test_zero_and_back_with_a_waiting_room() -> None:
     assert rig.answer(call).decode == "d9"
 
 
+def test_many_short_requests_that_take_every_slot_are_a_reason_to_grow() -> None:
+    rig = scaled_rig(1)
+    rig.left("d0")
+    rig.decode("e0", blocks_total=2_912, max_num_seqs=32)
+    for n in range(60):
+        rig.ask(f"r{n}", prompt=64, most=32)
+    (decision,) = run(rig, 2)
+    assert decision.target > 1 and "sequence slots needed" in decision.reason
+
+
+def test_the_first_request_of_a_pool_that_was_never_seen_orders_one_replica() -> None:
+    rig = scaled_rig(0, pools={"decode": {"replicas": 0, "min_replicas": 0, "max_replicas": 4}})
+    rig.ask("first")
+    run(rig, 20)
+    assert rig.platform[Role.DECODE] == 1
+
+
+def asleep(start_up_s: float) -> ControllerDriver:
+    """A decode pool at zero whose last replica took so long to start."""
+    rig = scaled_rig(0, pools={"decode": {"replicas": 0, "min_replicas": 0, "max_replicas": 2}})
+    rig.ask("first")
+    run(rig, 1)
+    assert rig.platform[Role.DECODE] == 1
+    for _ in range(int(start_up_s)):
+        rig.starting("d0", Role.DECODE)
+        run(rig, 1)
+    rig.decode("d0")
+    for ticket in live(rig):
+        rig.end(ticket)
+    rig.wait(max(15.0, 1.5 * start_up_s), beats=("d0",))
+    assert rig.platform[Role.DECODE] == 0
+    rig.leaving("d0")
+    rig.left("d0")
+    return rig
+
+
+def test_a_request_that_wakes_a_pool_waits_for_the_start_up_that_was_seen() -> None:
+    rig = asleep(50)
+    call = rig.ask("again")
+    run(rig, 49)
+    assert rig.answer(call) is None and rig.platform[Role.DECODE] == 1
+    rig.decode("d1")
+    assert rig.answer(call).decode == "d1"
+
+
+def test_a_request_that_cannot_wait_so_long_is_told_at_once_when_it_can_come_back() -> None:
+    rig = asleep(50)
+    refused = rig.busy("impatient", patience_s=20.0)
+    assert 30 <= refused.retry_after_s <= 35 and "it would wait for" in refused.reason
+
+
 def test_one_replica_stays_while_requests_come() -> None:
     rig = scaled_rig(1, pools={"decode": {"replicas": 1, "min_replicas": 0, "max_replicas": 4}})
     for n in range(10):

@@ -71,7 +71,7 @@ class Server:
         self.app, _, self.llm = await build_server(
             spec,
             args,
-            frontend_config(args, 2048, 100),
+            frontend_config(args),
             self.client,
             status=self._status,
             audit=self._audit,
@@ -392,3 +392,17 @@ async def test_a_pools_size_is_set_and_what_is_wrong_with_one_is_said(server: Se
         ]
         assert reply[0] == code and word.encode() in b"".join(chunks)
     assert server.sizes == [(Role.DECODE, 2, 90.0), (Role.DECODE, 9, 600.0)]
+
+
+async def test_a_server_starts_without_any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def asleep(self: FakeCluster, method: str, args: list[Any]) -> list[Any]:
+        raise AssertionError(f"{method} was asked of an engine")
+
+    monkeypatch.setattr(FakeCluster, "utility", asleep)
+    made = Server()
+    await asyncio.wait_for(made.start(), 60)
+    try:
+        assert made.client.supported_tasks == ("generate",)
+        assert (await made.ask("/v1/models"))[0] == 200
+    finally:
+        made.llm.shutdown()

@@ -109,25 +109,27 @@ def test_a_flood_of_long_answers_moves_the_pools_and_says_why() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_target_without_room_is_seen_within_ten_seconds_everywhere() -> None:
-    settings = ("pools.decode.cpus_per_replica=1.5", "scaling.mode=off")
+def test_the_first_request_wakes_a_pool_and_a_target_without_room_is_seen_in_ten_seconds() -> None:
+    settings = ("pools.decode.replicas=0", "pools.decode.min_replicas=0", "pools.decode.cpus_per_replica=1.5")
     with serve_run("app.main:build", "config=cluster/topologies/local-scale.yaml", *settings) as run:
         run.wait_healthy()
         watch = Watch(run)
-        watch.until("watch.targets['decode'] == [1]", 30)
+        watch.until("watch.targets == {'decode': [0], 'prefill': [0]}", 30)
+        with Client(URL, timeout_s=400) as client:
+            assert client.complete("The sea is", max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+        watch.look()
+        assert watch.targets["decode"] == [0, 1] and watch.status["pools"]["decode"]["start_up_s"] > 1
         pageferry("scale", "decode", "2", "--url", URL)
         began = time.monotonic()
         watch.until("watch.status['pools']['decode']['unplaced'] == 1", 20)
-        seen_s = time.monotonic() - began
-        assert seen_s < 12, "ten seconds, and one look every half second on a busy machine"
+        assert time.monotonic() - began < 12, "ten seconds, and one look every half second on a busy machine"
         assert "1 of 2 replicas found no room" in watch.status["pools"]["decode"]["scaling"]
         assert re.search(r"decode +1 of 2 replicas, 1 without room", pageferry("status", "--url", URL))
         serve = run.serve_status("Decode")
         assert serve["target_num_replicas"] == 2 and serve["status"] == "UPSCALING"
         pageferry("scale", "decode", "1", "--url", URL)
         watch.until("watch.status['pools']['decode']['unplaced'] == 0", 20)
-        assert watch.targets["decode"] == [1, 2, 1]
-        refused = subprocess.run(
-            [sys.executable, "-m", "app.cli", "scale", "decode", "3", "--url", URL], capture_output=True, text=True
-        )
-        assert refused.returncode == 1 and "outside pools.decode.min_replicas 1 .. max_replicas 2" in refused.stderr
+        assert watch.targets["decode"] == [0, 1, 2, 1]
+        command = [sys.executable, "-m", "app.cli", "scale", "decode", "3", "--url", URL]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert refused.returncode == 1 and "outside pools.decode.min_replicas 0 .. max_replicas 2" in refused.stderr
