@@ -61,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # whatever ends this ends the service as well
     began = time.monotonic()
     overrides = {"frontend.port": _free_port(), **parse_overrides(args.overrides)}
+    overrides.setdefault("pools.decode.min_replicas", 1)  # scale-downs move the pool between one and two replicas
+    overrides.setdefault("pools.decode.max_replicas", max(2, int(overrides.get("pools.decode.replicas", 1))))
     service = Service(ClusterSpec.load(args.topology, overrides), None, _free_port())
     try:
         service.start()

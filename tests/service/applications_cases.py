@@ -1,0 +1,156 @@
+"""Applications in one Ray cluster, without engines: decode sleeps at zero, so that each starts within seconds.
+
+Two share nothing; one Serve config, `serve.run` and a handle lead to the same service; what ends leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from app.client import Client
+from app.commands.own_http import DIRECT
+from app.commands.serve import Service
+from app.main import build
+from cluster.names import NAMESPACE, controller_actor
+from cluster.spec import ClusterSpec
+
+ASLEEP = {"pools.decode.replicas": 0, "pools.decode.min_replicas": 0}
+GONE_S = 90.0
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def ports() -> Iterator[tuple[int, int]]:
+    """Of HTTP and of the dashboard."""
+    http, dashboard = free_port(), free_port()
+    with tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_worker_niceness", "0")
+        ray.init(
+            address="local",
+            num_cpus=2,
+            dashboard_port=dashboard,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=folder,
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": http})
+        try:
+            yield http, dashboard
+        finally:
+            ray.shutdown()
+
+
+def start(name: str, port: int, **settings: Any) -> None:
+    arguments = {"config": "local-scale", **ASLEEP, "model.name": f"model-{name}", "frontend.port": port, **settings}
+    serve.run(build(arguments), name=name, route_prefix=f"/{name}")
+
+
+def get(port: int, path: str) -> Any:
+    with DIRECT.open(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+        return json.load(answer)
+
+
+def wait_healthy(url: str, timeout_s: float = 180.0) -> None:
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            with DIRECT.open(f"{url}/health", timeout=10) as answer:
+                if answer.status == 200:
+                    return
+        except OSError as error:
+            assert time.monotonic() < until, error
+        time.sleep(0.5)
+
+
+def actors() -> set[str]:
+    return {
+        found["name"] for found in ray.util.list_named_actors(all_namespaces=True) if found["namespace"] == NAMESPACE
+    }
+
+
+def wait_gone(name: str) -> None:
+    until = time.monotonic() + GONE_S
+    while any(actor.startswith(f"{name}:") for actor in actors()):
+        assert time.monotonic() < until, actors()
+        time.sleep(1.0)
+
+
+def test_a_rendered_serve_config_is_deployed(ports: tuple[int, int], tmp_path: Path) -> None:
+    http, dashboard = ports
+    settings = [f"{name}={value}" for name, value in ASLEEP.items()] + [f"frontend.port={http}"]
+    file = tmp_path / "serve.yaml"
+    command = [sys.executable, "-m", "app.cli", "render", "serve", "local-scale", *settings, "--out", str(file)]
+    subprocess.run([*command, "--route-prefix", "/rendered"], check=True, timeout=120)
+    deploy = [str(Path(sys.executable).parent / "serve"), "deploy", "-a", f"http://127.0.0.1:{dashboard}", str(file)]
+    done = subprocess.run(deploy, capture_output=True, text=True, timeout=120, env={**os.environ})
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_healthy(f"http://127.0.0.1:{http}/rendered")
+    assert controller_actor("pageferry") in actors()
+    with pytest.raises(RuntimeError, match="--name pageferry: an application of this name is on the cluster"):
+        Service(ClusterSpec.load("local-scale"), address="auto")._refuse_taken_name()
+    serve.delete("pageferry")
+
+
+def test_two_applications_share_nothing(ports: tuple[int, int]) -> None:
+    http, _ = ports
+    for name in ("a", "b"):
+        start(name, http)
+    for name in ("a", "b"):
+        wait_healthy(f"http://127.0.0.1:{http}/{name}")
+    assert {controller_actor("a"), controller_actor("b")} <= actors()
+    assert [get(http, f"/{name}/status")["model"] for name in ("a", "b")] == ["model-a", "model-b"]
+    with Client(serve.get_app_handle("a")) as client:
+        assert client.healthy()
+    a: Any = ray.get_actor(controller_actor("a"), namespace=NAMESPACE)
+    epochs = {name: get(http, f"/{name}/status")["epoch"] for name in ("a", "b")}
+    ray.kill(a, no_restart=False)
+    until = time.monotonic() + 60
+    while get(http, "/b/status")["epoch"] == epochs["b"]:
+        try:
+            if get(http, "/a/status")["epoch"] != epochs["a"]:
+                break
+        except OSError:
+            pass
+        assert time.monotonic() < until
+        time.sleep(0.5)
+    assert get(http, "/b/status")["epoch"] == epochs["b"], "the other's controller is another actor"
+
+
+def test_another_port_than_serves_is_refused_in_words(ports: tuple[int, int]) -> None:
+    http, _ = ports
+    with pytest.raises(RuntimeError, match="Deploying application c failed"):
+        start("c", 7777)
+    said = serve.status().applications["c"].deployments["Frontend"].message
+    assert f"frontend.port is 7777, but Serve listens on port {http}" in said
+    serve.delete("c")
+
+
+def test_the_controller_ends_with_its_application_and_with_serve(ports: tuple[int, int]) -> None:
+    assert controller_actor("a") in actors() and controller_actor("b") in actors()
+    serve.delete("a")
+    wait_gone("a")
+    assert controller_actor("b") in actors()
+    serve.shutdown()
+    wait_gone("b")
+    wait_gone("pageferry")
+    assert actors() == set()
