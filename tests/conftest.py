@@ -44,4 +44,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for rule in ("error", *ALLOWED_WARNINGS):
                 item.add_marker(pytest.mark.filterwarnings(rule))
     # Cheap tests first: a broken unit shows before an engine has started.
-    items.sort(key=lambda item: ORDER[_kind(item)])
+    # Tests that start a service or a cluster of their own come before those that share one, which lives to the end.
+    items.sort(key=lambda item: (ORDER[_kind(item)], "service" in getattr(item, "fixturenames", ())))
