@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
@@ -14,6 +15,8 @@ from app.request.context import Caller
 from app.request.state import RequestError, internal_error
 
 logger = logging.getLogger("pageferry.frontend")
+
+Explain = Callable[[], JSONResponse | None]  # of an unexpected error: the client's mistake that caused it
 
 
 def error_response(status: int, message: str, kind: str, param: str | None = None) -> JSONResponse:
@@ -28,12 +31,14 @@ class ErrorRewriter:
     exception inside: the client gets the request's id, the log gets the rest.
     """
 
-    def __init__(self, send: Send, caller: Caller) -> None:
+    def __init__(self, send: Send, caller: Caller, explain: Explain = lambda: None) -> None:
         self._send = send
         self._caller = caller
+        self._explain = explain
         self._held: Message | None = None  # the start of a response whose first event, or whose error, is not seen yet
         self._error_body: list[bytes] | None = None
         self._unexpected = False
+        self.explained = False  # an exception of the server's was the client's mistake, and has been answered so
         self._started = False
         self._streaming = False
         self._replaced = False
@@ -105,6 +110,9 @@ class ErrorRewriter:
     async def finish(self) -> None:
         """The server has returned."""
         if self._unexpected:
+            if (refusal := self._explain()) is not None:
+                await self._send_whole(refusal)
+                return
             self._log(b"".join(self._error_body or ()))
             await self._send_fault(internal_error(self._caller.trace))
 
@@ -114,7 +122,11 @@ class ErrorRewriter:
             return True
         fault = self._caller.fault or internal_error(self._caller.trace)
         if not self._started:
-            await self._send_fault(fault)
+            if self._caller.fault is None and (refusal := self._explain()) is not None:
+                self.explained = True
+                await self._send_whole(refusal)
+            else:
+                await self._send_fault(fault)
         elif self._streaming:
             body = api_errors.closing_events(fault, self._first, self._last)
             await self._send({"type": "http.response.body", "body": body})
@@ -122,12 +134,16 @@ class ErrorRewriter:
         return self._replaced
 
     async def _send_fault(self, fault: RequestError) -> None:
-        self._replaced = self._started = True
         response = error_response(fault.status, fault.message, api_errors.kind_of(fault))
         if fault.retry_after_s > 0:
             response.headers["retry-after"] = retry_after(fault)
+        await self._send_whole(response)
+
+    async def _send_whole(self, response: JSONResponse) -> None:
+        self._replaced = self._started = True
         response.headers["x-request-id"] = self._caller.trace
-        await self._send({"type": "http.response.start", "status": fault.status, "headers": response.raw_headers})
+        status = response.status_code
+        await self._send({"type": "http.response.start", "status": status, "headers": response.raw_headers})
         await self._send({"type": "http.response.body", "body": response.body})
 
     def _log(self, body: bytes) -> None:

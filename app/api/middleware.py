@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,10 +57,13 @@ def find_forbidden(body: Any, names: tuple[str, ...], path: str = "") -> str | N
 
 
 class RequestFilter:
-    """Pure ASGI middleware, outermost."""
+    """Pure ASGI middleware, outermost. `blame(path, body)`: the field of a body that the server breaks on, if any."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(
+        self, app: ASGIApp, access: Access, blame: Callable[[str, Any], str | None] = lambda path, tree: None
+    ) -> None:
         self.app = app
+        self._blame = blame
         self._access = access
         self._tenants = {_digest(key): tenant for key, tenant in access.tenants.items()}
         self._admin = _digest(access.admin_key) if access.admin_key is not None else None
@@ -90,7 +94,8 @@ class RequestFilter:
             CALLER.reset(token)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
-        responder = ErrorRewriter(send, caller)
+        body = b""
+        responder = ErrorRewriter(send, caller, lambda: self._mistake(scope["path"], body))
         try:
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 body = await _read(receive)
@@ -101,10 +106,20 @@ class RequestFilter:
             await _run(self.app, scope, receive, responder)
             await responder.finish()
         except Exception:
-            if caller.fault is None:
+            answered = await responder.broken_off()
+            if caller.fault is None and not responder.explained:
                 logger.exception("request %s: %s %s", caller.trace, scope["method"], scope["path"])
-            if not await responder.broken_off():
+            if not answered:
                 raise
+
+    def _mistake(self, path: str, body: bytes) -> JSONResponse | None:
+        try:
+            field = self._blame(path, json_body.parse(body)) if body else None
+        except json_body.BadBody:
+            return None
+        if field is None:
+            return None
+        return _bad_request(field or None, f"{field or 'the body'} has a value of a type that the server does not take")
 
     def _refuse_head(self, scope: Scope, headers: Headers, caller: Caller) -> JSONResponse | None:
         for name in ("x-request-id", "x-session-affinity", "x-session-id"):

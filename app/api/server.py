@@ -28,6 +28,7 @@ from app.api.fault_injection import NoVictim
 from app.api.llm import FerryLLM
 from app.api.middleware import Access, RequestFilter
 from app.api.page import PATHS, add_page
+from app.api.request_models import RequestModels
 from app.request.core_client import FerryCoreClient
 from app.request.many_engines import for_many_engines
 from cluster.spec import ClusterSpec, SpecError
@@ -123,7 +124,7 @@ async def build_server(
     if fault is not None:
         _add_faults(routes, fault)
     _put_first(app, routes)
-    return RequestFilter(app, access(spec)), app, llm
+    return RequestFilter(app, access(spec), RequestModels(app).blame), app, llm
 
 
 def access(spec: ClusterSpec) -> Access:

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from fake_cluster import FakeCluster, until
 from fastapi import FastAPI
+from request_fuzz import Fuzz, problem
 from vllm.v1.engine import FinishReason
 
 from actors.messages import HandOver, Outcome, Overloaded, Role, Ticket
@@ -406,3 +407,32 @@ async def test_a_server_starts_without_any_engine(monkeypatch: pytest.MonkeyPatc
         assert (await made.ask("/v1/models"))[0] == 200
     finally:
         made.llm.shutdown()
+
+
+async def test_anything_a_client_sends_ends_in_an_answer_or_a_4xx(server: Server) -> None:
+    """Lone surrogates, huge integers, NaN, deep nesting and wrong types in the fields of every client route."""
+    key = {"content-type": "application/json", "authorization": "Bearer sk-red"}
+    peer = ("10.0.0.9", 5000)
+    _, *chunks = [item async for item in asgi.call(server.app, "GET", "/openapi.json", key, None, peer)]
+    fuzz = Fuzz(json.loads(b"".join(chunks)), seed=1)
+    problems = []
+    for _ in range(400):
+        case = fuzz.case()
+        reply, *chunks = [item async for item in asgi.call(server.app, "POST", case.path, key, case.body, peer)]
+        problems += [wrong] if (wrong := problem(case, reply[0], b"".join(chunks).decode())) else []
+    assert not problems, "\n".join(problems[:20])
+    await until(lambda: len(server.far.ends) == len(server.far.admits))
+    assert all(outcome is not Outcome.FAILED for _, outcome, _ in server.far.ends)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [("/v1/completions", "structured_outputs", -1), ("/v1/chat/completions", "structured_outputs", [1])],
+)
+async def test_a_type_that_a_validator_of_vllms_breaks_on_is_400(
+    server: Server, path: str, field: str, value: Any
+) -> None:
+    status, _, raw = await server.ask(path, {**FORMS[path], field: value})
+    error = json.loads(raw)["error"]
+    assert (status, error["param"]) == (400, field) and field in error["message"]
+    assert not server.far.admits
