@@ -8,6 +8,10 @@ from typing import Literal
 Side = Literal["worker", "prefill", "scheduler"]
 
 
+class FaultError(ValueError):
+    """A fault that is not allowed or not possible here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     guard: str  # what has to notice: tags, lives, seals, road, ledger

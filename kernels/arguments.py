@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.digest import base_seed, page_seed, to_signed, to_unsigned
-from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, SealBinding, check_convertible
+from kernels.layout import PageDtype, PageLayout, PageOrder, SealBinding
 
 BlockIds = Sequence[int] | Tensor
 # A numpy array too; numpy itself is not needed here (nor on a GPU machine with only torch and triton).
@@ -19,13 +18,6 @@ Digests = Sequence[int] | Tensor | Any
 
 def shown(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
-
-
-@lru_cache(maxsize=256)
-def check_pair(src: PageLayout, dst: PageLayout, head_start: int, wire_heads: int, cache_heads: int) -> None:
-    if head_start < 0 or head_start + wire_heads > cache_heads:
-        raise LayoutError(f"heads {head_start}..{head_start + wire_heads} of the cache: it has {cache_heads}")
-    check_convertible(src, dst, head_start=head_start)
 
 
 def check_caches(caches: Sequence[Tensor], layout: PageLayout) -> None:

@@ -52,11 +52,10 @@ def seal_pages(
     block_ids: Tensor,
     out: Tensor,
     seeds: Tensor,
-    head_start: int,
 ) -> Tensor:
     if src.dtype is PageDtype.BF16 and wire.order is PageOrder.FP8_DS_MLA:
         # Rows with their own scales: the reference's vector code is as good as a loop, and no CPU engine has them.
-        return reference.seal_pages(caches, src, wire, block_ids, out, seeds, head_start)
+        return reference.seal_pages(caches, src, wire, block_ids, out, seeds)
     codec = _codec(src.dtype, wire)
     ids = block_ids.numpy()
     addresses, strides = _places(caches)
@@ -71,8 +70,8 @@ def seal_pages(
             marks
         )  # fmt: skip
     else:
-        src_at = _offsets(src, _page_strides(caches[0], src), head_start, wire.num_kv_heads)
-        wire_at = _offsets(wire, None, 0, wire.num_kv_heads)
+        src_at = _offsets(src, _page_strides(caches[0], src))
+        wire_at = _offsets(wire, None)
         run = wire_at.shape[1] if wire.order.is_latent else wire.head_dim
         seal_mapped(
             addresses, strides, ids, src.dtype.num_bytes, src_at, to, at, wire.layer_page_bytes, wire_at, run, salts,
@@ -89,7 +88,6 @@ def open_pages(
     dst: PageLayout,
     block_ids: Tensor,
     seeds: Tensor,
-    head_start: int,
 ) -> Tensor:
     ids = block_ids.numpy()
     addresses, strides = _places(caches)
@@ -102,8 +100,8 @@ def open_pages(
             source, stride, wire.layer_page_bytes, stream, marks, salts, _KEYS, addresses, strides, ids, good.numpy()
         )
     else:
-        dst_at = _offsets(dst, _page_strides(caches[0], dst), head_start, wire.num_kv_heads)
-        wire_at = _offsets(wire, None, 0, wire.num_kv_heads)
+        dst_at = _offsets(dst, _page_strides(caches[0], dst))
+        wire_at = _offsets(wire, None)
         open_mapped(
             source, stride, wire.layer_page_bytes, wire_at, wire.dtype.num_bytes, marks, salts, _KEYS,
             addresses, strides, ids, dst_at, int(dst_at.max()) + 1, good.numpy()
@@ -198,17 +196,17 @@ def _page_strides(cache: Tensor, layout: PageLayout) -> tuple[int, ...] | None:
 
 
 @lru_cache(maxsize=64)
-def _offsets(layout: PageLayout, strides: tuple[int, ...] | None, head_start: int, num_heads: int) -> np.ndarray:
+def _offsets(layout: PageLayout, strides: tuple[int, ...] | None) -> np.ndarray:
     """int64 [page_tokens, R]: where a token's values lie in a layer's page, in values (bytes for ds_mla rows)."""
     n, d = layout.page_tokens, layout.head_dim
     if layout.order.is_latent:
         row = DS_MLA_ROW_BYTES if layout.order is PageOrder.FP8_DS_MLA else d
         return np.arange(n * row, dtype=np.int64).reshape(n, row)
     if strides is not None:
-        heads = np.arange(head_start, head_start + num_heads) * strides[0]
+        heads = np.arange(layout.num_kv_heads) * strides[0]
         tokens = np.arange(n) * strides[1]
         return np.ascontiguousarray(
             (tokens[:, None, None] + heads[None, :, None] + np.arange(2 * d)[None, None, :]).reshape(n, -1)
         )
-    table = reference.element_offsets(layout)[:, head_start : head_start + num_heads]
+    table = reference.element_offsets(layout)
     return np.ascontiguousarray(table.reshape(n, -1).numpy())

@@ -27,7 +27,7 @@ from torch import Tensor
 from kernels import arguments, int4
 from kernels.arguments import BlockIds, Digests
 from kernels.digest import to_unsigned
-from kernels.layout import LayoutError, PageLayout, SealBinding
+from kernels.layout import LayoutError, PageLayout, SealBinding, check_convertible
 
 __all__ = [
     "SealBinding",
@@ -59,7 +59,6 @@ class PageBackend(Protocol):
         block_ids: Tensor,
         out: Tensor,
         seeds: Tensor,
-        head_start: int,
     ) -> Tensor: ...
 
     def open_pages(
@@ -71,7 +70,6 @@ class PageBackend(Protocol):
         dst: PageLayout,
         block_ids: Tensor,
         seeds: Tensor,
-        head_start: int,
     ) -> Tensor: ...
 
     def page_digests(self, wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor: ...
@@ -147,6 +145,9 @@ def use_backend(name: str) -> Iterator[None]:
         _forced = before
 
 
+_check_pair = lru_cache(maxsize=256)(check_convertible)
+
+
 def seal_pages(
     caches: Sequence[Tensor],
     src: PageLayout,
@@ -155,8 +156,6 @@ def seal_pages(
     out: Tensor,
     binding: SealBinding,
     first_ordinal: int,
-    *,
-    head_start: int = 0,
 ) -> Tensor:
     """Gather cache pages into wire pages in the destination's format and return their digests, in one pass.
 
@@ -166,12 +165,11 @@ def seal_pages(
       With caches on a GPU it may be host memory (pinned is faster), and the call then waits for the copy.
       n * wire.page_tokens must reach into the last source block; tokens past the source's end become zero bytes.
     binding, first_ordinal: page i is sealed as ordinal first_ordinal + i of this ticket and attempt.
-    head_start: wire head 0 is this head of the source (a part of the page).
 
     Returns int64 [n] on the device of `out`: unsigned 64-bit digests in two's complement (`digests_to_ints`).
     Raises LayoutError for layouts that cannot be converted, ValueError for arguments that do not fit them.
     """
-    arguments.check_pair(src, wire, head_start, wire.num_kv_heads, src.num_kv_heads)
+    _check_pair(src, wire)
     arguments.check_caches(caches, src)
     arguments.check_wire("out", out, wire)
     ids = arguments.as_block_ids(block_ids, caches[0])
@@ -181,7 +179,7 @@ def seal_pages(
     if n == 0:
         return torch.empty(0, dtype=torch.int64, device=out.device)
     backend = _load(backend_name(caches[0].device))
-    return backend.seal_pages(caches, src, wire, ids, out, seeds, head_start)
+    return backend.seal_pages(caches, src, wire, ids, out, seeds)
 
 
 def open_pages(
@@ -193,8 +191,6 @@ def open_pages(
     block_ids: BlockIds,
     binding: SealBinding,
     first_ordinal: int,
-    *,
-    head_start: int = 0,
 ) -> Tensor:
     """Verify wire pages and scatter the good ones into cache blocks. A page with a wrong digest is never written.
 
@@ -202,13 +198,12 @@ def open_pages(
     digests: n numbers, signed or unsigned, from the seal.
     block_ids: the destination blocks in token order, no block twice; blocks past the last token are an error, wire
       tokens past the last block (the padding of the last page) are left out.
-    head_start: wire head 0 becomes this head of the destination.
 
     Returns bool [n]: True = the digest was right and the page is written. Raises as `seal_pages`.
     """
     if wire.dtype is not dst.dtype:
         raise LayoutError(f"wire pages are {wire.describe()}, the caches {dst.describe()}: open does not convert")
-    arguments.check_pair(wire, dst, head_start, wire.num_kv_heads, dst.num_kv_heads)
+    _check_pair(wire, dst)
     arguments.check_caches(caches, dst)
     arguments.check_wire("wire_pages", wire_pages, wire)
     ids = arguments.as_block_ids(block_ids, caches[0])
@@ -221,7 +216,7 @@ def open_pages(
     if n == 0:
         return torch.empty(0, dtype=torch.bool, device=wire_pages.device)
     backend = _load(backend_name(caches[0].device))
-    return backend.open_pages(wire_pages, wire, wanted, caches, dst, ids, seeds, head_start)
+    return backend.open_pages(wire_pages, wire, wanted, caches, dst, ids, seeds)
 
 
 def page_digests(wire_pages: Tensor, wire: PageLayout, binding: SealBinding, first_ordinal: int) -> Tensor:

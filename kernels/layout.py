@@ -183,10 +183,6 @@ class PageLayout:
     ) -> PageLayout:
         return replace(self, dtype=dtype, rounding=rounding, k_scales=k_scales, v_scales=v_scales)
 
-    def with_heads(self, num_kv_heads: int) -> PageLayout:
-        """The same layout for a part of the heads: the wire layout of one shard of a page."""
-        return replace(self, num_kv_heads=num_kv_heads)
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; floats are exact (float32 values)."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -232,26 +228,14 @@ class PageLayout:
         )
 
 
-def check_convertible(src: PageLayout, dst: PageLayout, *, head_start: int | None = None) -> None:
+def check_convertible(src: PageLayout, dst: PageLayout) -> None:
     """Raise `LayoutError` (both sides in the message) unless pages of `src` can become pages of `dst`.
 
     Converted: order within the K|V family, page_tokens, BF16 -> e4m3 (uniform, or MLA -> fp8_ds_mla rows), and equal
-    formats as they are. Refused, never guessed: another number of layers or another head_dim, FP8 -> BF16, FP8 -> FP8
-    with another scale or rounding (a second rounding), K|V against latent.
-
-    `head_start` None demands the same heads on both sides. A number says that the side with fewer heads is that part
-    of the other one, beginning at this head.
+    formats as they are. Refused, never guessed: another number of layers or heads, another head_dim, FP8 -> BF16,
+    FP8 -> FP8 with another scale or rounding (a second rounding), K|V against latent.
     """
-    problems = _differing(src, dst, ("num_layers", "head_dim"))
-    if head_start is None:
-        if src.num_kv_heads != dst.num_kv_heads:
-            problems.append(
-                f"num_kv_heads {src.num_kv_heads} against {dst.num_kv_heads} (a shard needs its head_start)"
-            )
-    elif head_start < 0 or head_start + min(src.num_kv_heads, dst.num_kv_heads) > max(
-        src.num_kv_heads, dst.num_kv_heads
-    ):
-        problems.append(f"head_start {head_start} does not fit {src.num_kv_heads} against {dst.num_kv_heads} heads")
+    problems = _differing(src, dst, ("num_layers", "num_kv_heads", "head_dim"))
     if src.order.is_latent != dst.order.is_latent:
         problems.append(f"order {src.order} against {dst.order}")
     elif src.dtype is PageDtype.E4M3:

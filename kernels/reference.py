@@ -108,7 +108,6 @@ def seal_pages(
     block_ids: Tensor,
     out: Tensor,
     seeds: Tensor,
-    head_start: int,
 ) -> Tensor:
     """Gather, convert, lay out, digest. Returns int64 [n]. Tokens past the last source block become zero bytes."""
     size = wire.layer_page_bytes
@@ -119,8 +118,8 @@ def seal_pages(
             target = out[page, layer * size : (layer + 1) * size]
             target.zero_()
             for here, count, index, there in runs:
-                rows = _read_rows(cache[ids[index]], src, there, count, head_start, wire.num_kv_heads)
-                _write_rows(target, wire, here, _convert(rows, src, wire, layer), 0)
+                rows = _read_rows(cache[ids[index]], src, there, count)
+                _write_rows(target, wire, here, _convert(rows, src, wire, layer))
     return page_digests(out, wire, seeds)
 
 
@@ -132,7 +131,6 @@ def open_pages(
     dst: PageLayout,
     block_ids: Tensor,
     seeds: Tensor,
-    head_start: int,
 ) -> Tensor:
     """Write the pages whose digest is right, and only those. Returns bool [n]."""
     good = page_digests(wire_pages, wire, seeds) == digests
@@ -142,8 +140,8 @@ def open_pages(
         for here, count, index, there in _runs(page, wire.page_tokens, dst.page_tokens, len(ids)):
             for layer, cache in enumerate(caches):
                 source = wire_pages[page, layer * size : (layer + 1) * size]
-                rows = _read_rows(source, wire, here, count, 0, wire.num_kv_heads)
-                _write_rows(cache[ids[index]], dst, there, rows, head_start)
+                rows = _read_rows(source, wire, here, count)
+                _write_rows(cache[ids[index]], dst, there, rows)
     return good
 
 
@@ -227,29 +225,27 @@ def _flat(page: Tensor, layout: PageLayout) -> Tensor:
     return page.reshape(-1).view(torch.int16 if layout.dtype is PageDtype.BF16 else torch.uint8)
 
 
-def _read_rows(page: Tensor, layout: PageLayout, token: int, count: int, head_start: int, num_heads: int) -> Tensor:
+def _read_rows(page: Tensor, layout: PageLayout, token: int, count: int) -> Tensor:
     """Bit patterns of `count` tokens: [count, heads, 2, D], or [count, row] for the latent orders."""
     if layout.order.is_latent:
         return _flat(page, layout).view(layout.page_tokens, -1)[token : token + count]
-    heads = slice(head_start, head_start + num_heads)
     if page.dim() > 1 and layout.order is PageOrder.KV_PACKED:  # a cache page, which may have any strides
-        rows = page[heads, token : token + count].view(num_heads, count, 2, layout.head_dim).permute(1, 0, 2, 3)
+        rows = page[:, token : token + count].view(page.shape[0], count, 2, layout.head_dim).permute(1, 0, 2, 3)
         return rows.contiguous().view(torch.int16 if layout.dtype is PageDtype.BF16 else torch.uint8)
-    offsets = element_offsets(layout)[token : token + count, heads].to(page.device)
+    offsets = element_offsets(layout)[token : token + count].to(page.device)
     return _flat(page, layout)[offsets]
 
 
-def _write_rows(page: Tensor, layout: PageLayout, token: int, rows: Tensor, head_start: int) -> None:
+def _write_rows(page: Tensor, layout: PageLayout, token: int, rows: Tensor) -> None:
     count = rows.shape[0]
     if layout.order.is_latent:
         _flat(page, layout).view(layout.page_tokens, -1)[token : token + count] = rows
         return
-    heads = slice(head_start, head_start + rows.shape[1])
     if page.dim() > 1 and layout.order is PageOrder.KV_PACKED:
-        target = page[heads, token : token + count].view(rows.shape[1], count, 2, layout.head_dim).permute(1, 0, 2, 3)
+        target = page[:, token : token + count].view(rows.shape[1], count, 2, layout.head_dim).permute(1, 0, 2, 3)
         target.copy_(rows.view(page.dtype))
         return
-    offsets = element_offsets(layout)[token : token + count, heads].to(page.device)
+    offsets = element_offsets(layout)[token : token + count].to(page.device)
     _flat(page, layout)[offsets] = rows
 
 

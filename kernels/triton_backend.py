@@ -39,14 +39,13 @@ def seal_pages(
     block_ids: Tensor,
     out: Tensor,
     seeds: Tensor,
-    head_start: int,
 ) -> Tensor:
     device, n = caches[0].device, out.shape[0]
     _check_orders(src, wire)
     if out.device != device:
         # Host staging: the kernel writes device memory at its speed, one copy crosses the bus; then the digests wait.
         made = torch.empty_like(out, device=device)
-        digests = seal_pages(caches, src, wire, block_ids, made, seeds, head_start)
+        digests = seal_pages(caches, src, wire, block_ids, made, seeds)
         out.copy_(made)
         return digests.to(out.device)
     ids, salts, keys = block_ids.to(device), seeds.to(device), _keys(device)
@@ -65,7 +64,7 @@ def seal_pages(
         how, exact, k_scales, v_scales = _codec(src.dtype, wire, device)
         kind = _type(src)
         pages.seal[_grid(wire, n)](
-            addresses, ids, out, sums, k_scales, v_scales, salts, keys, *strides, head_start, *fits, out.stride(0),
+            addresses, ids, out, sums, k_scales, v_scales, salts, keys, *strides, *fits, out.stride(0),
             wire.num_layers, src.page_tokens, wire.page_tokens, _row(wire), wire.order.is_latent, wire.layer_page_bytes,
             kind, how, exact, _native(device), BLOCKS_PER_PROGRAM, enable_fp_fusion=False, num_warps=4,
         )  # fmt: skip
@@ -81,7 +80,6 @@ def open_pages(
     dst: PageLayout,
     block_ids: Tensor,
     seeds: Tensor,
-    head_start: int,
 ) -> Tensor:
     device, n = caches[0].device, wire_pages.shape[0]
     _check_orders(dst, wire)
@@ -107,7 +105,7 @@ def open_pages(
             dst.page_tokens, wire.page_tokens, _span(wire.page_tokens, dst.page_tokens), num_warps=1,
         )  # fmt: skip
         pages.scatter[(count * wire.num_layers * runs,)](
-            here, good[part], addresses, near, wire_pages.stride(0), *strides, head_start, len(near),
+            here, good[part], addresses, near, wire_pages.stride(0), *strides, len(near),
             wire.num_layers, dst.page_tokens, wire.page_tokens, _row(wire), wire.order.is_latent,
             wire.layer_page_bytes, kind, SCATTER_VALUES, num_warps=8,
         )  # fmt: skip

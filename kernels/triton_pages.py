@@ -25,7 +25,7 @@ _MIX_B = tl.constexpr(MIX_B)
 
 # Triton compiles a kernel again for a number that is 1 or a multiple of 16. These change from call to call, and nothing
 # is gained by it.
-_COUNTS = ("head_start", "num_ids", "num_blocks")
+_COUNTS = ("num_ids", "num_blocks")
 _TAG_NUMBERS = (
     "page_tokens", "limit", "columns", "table_columns", "table_stride", "expected_stride", "num_slots"
 )  # fmt: skip
@@ -112,7 +112,7 @@ def assemble(parts, PER: tl.constexpr):
 @triton.jit(do_not_specialize=_COUNTS)
 def seal(
     caches, ids, out, sums, k_scales, v_scales, seeds, keys,
-    stride_block, stride_head, stride_token, head_start, num_ids, num_blocks, out_stride, num_layers,
+    stride_block, stride_head, stride_token, num_ids, num_blocks, out_stride, num_layers,
     SRC_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, ROW: tl.constexpr, LATENT: tl.constexpr,
     LAYER_BYTES: tl.constexpr, SRC_TYPE: tl.constexpr, HOW: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr,
     NB: tl.constexpr,
@@ -131,7 +131,7 @@ def seal(
     row = value // ROW
     column = value % ROW
     token = row if LATENT else row % WIRE_TOKENS
-    head = 0 if LATENT else row // WIRE_TOKENS + head_start
+    head = 0 if LATENT else row // WIRE_TOKENS
     base = tl.load(caches + layer).to(tl.pointer_type(SRC_TYPE))
     base = tl.multiple_of(base, 16)
     if SRC_TOKENS == WIRE_TOKENS:
@@ -194,7 +194,7 @@ def ids_fit(ids, page, num_ids, num_blocks, CACHE_TOKENS: tl.constexpr, WIRE_TOK
     return tl.sum(tl.where((block < 0) | (block >= num_blocks), 1, 0), axis=0) == 0
 
 
-@triton.jit(do_not_specialize=_COUNTS[1:])
+@triton.jit(do_not_specialize=_COUNTS)
 def finish_seal(
     sums, seeds, ids, num_ids, num_blocks, CACHE_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, SPAN: tl.constexpr
 ):
@@ -216,7 +216,7 @@ def finish_digest(sums, seeds):
     tl.store(sums + page, value.to(tl.int64, bitcast=True))
 
 
-@triton.jit(do_not_specialize=_COUNTS[1:])
+@triton.jit(do_not_specialize=_COUNTS)
 def judge(
     sums, seeds, digests, good, ids, num_ids, num_blocks,
     CACHE_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, SPAN: tl.constexpr,
@@ -229,9 +229,9 @@ def judge(
     tl.store(good + page, ((value == tl.load(digests + page)) & fits).to(tl.int8))
 
 
-@triton.jit(do_not_specialize=_COUNTS[:2])
+@triton.jit(do_not_specialize=_COUNTS[:1])
 def scatter(
-    pages, good, caches, ids, stride, stride_block, stride_head, stride_token, head_start, num_ids, num_layers,
+    pages, good, caches, ids, stride, stride_block, stride_head, stride_token, num_ids, num_layers,
     CACHE_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, ROW: tl.constexpr, LATENT: tl.constexpr,
     LAYER_BYTES: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +249,7 @@ def scatter(
     row = value // ROW
     column = value % ROW
     token = row if LATENT else row % WIRE_TOKENS
-    head = 0 if LATENT else row // WIRE_TOKENS + head_start
+    head = 0 if LATENT else row // WIRE_TOKENS
     if CACHE_TOKENS == WIRE_TOKENS:
         block = tl.load(ids + page).to(tl.int64)
         at = token
@@ -262,7 +262,7 @@ def scatter(
     tl.store(base + block * stride_block + head * stride_head + at * stride_token + column, x, mask=ok)
 
 
-@triton.jit(do_not_specialize=_COUNTS[1:])
+@triton.jit(do_not_specialize=_COUNTS)
 def seal_ds_mla(
     caches, ids, out, stride_block, stride_token, num_ids, num_blocks, out_stride,
     SRC_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, NATIVE: tl.constexpr,

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from actors.engine.config import set_environment
-from actors.engine.server import DecodeServer, PrefillServer
+from actors.engine.decode import DecodeServer
+from actors.engine.prefill import PrefillServer
 from actors.messages import (
     Announcement,
     HandOver,

@@ -12,7 +12,13 @@ from actors.messages import Fingerprint, Role
 from cluster.engine_args import with_sampling_of
 from cluster.spec import ClusterSpec, PoolSpec
 
-CONNECTOR_MODULE = "actors.engine.connector"
+# (connector class, its module, class of the worker's further methods)
+CONNECTOR = ("FerryConnector", "actors.engine.connector", "actors.engine.utilities.FerryWorkerExtension")
+FAULT_INJECTING_CONNECTOR = (
+    "FaultInjectingConnector",
+    "actors.engine.fault_injection",
+    "actors.engine.fault_injection.FaultInjectingExtension",
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
@@ -73,6 +79,7 @@ def engine_kwargs(
         backend = "ray"
     else:
         backend = "uni" if pool.gpus_per_replica else CPU_EXECUTOR
+    connector, module, extension = FAULT_INJECTING_CONNECTOR if spec.faults.kinds else CONNECTOR
     kwargs: dict[str, Any] = {
         "model": pool.weights or model.path,
         "tokenizer": model.tokenizer or model.path,
@@ -89,10 +96,10 @@ def engine_kwargs(
         "tensor_parallel_size": pool.tensor_parallel,
         "distributed_executor_backend": backend,
         "disable_hybrid_kv_cache_manager": True,
-        "worker_extension_cls": f"{CONNECTOR_MODULE}.FerryWorkerExtension",
+        "worker_extension_cls": extension,
         "kv_transfer_config": {
-            "kv_connector": "FerryConnector",
-            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_connector": connector,
+            "kv_connector_module_path": module,
             "kv_role": "kv_producer" if role is Role.PREFILL else "kv_consumer",
             # A page that cannot be opened is computed again by decode; the request does not fail for it.
             "kv_load_failure_policy": "recompute",

@@ -1,4 +1,4 @@
-"""The one seam through which faults are put into a running engine. Off unless `faults.kinds` names kinds.
+"""The one place where faults are put into a running engine. Loaded by engines only where `faults.kinds` names kinds.
 
 `pageferry chaos` uses it, and nothing else does. A fault names its kind, its victim and a trial number; with the
 configured seed these decide every choice in it (position, bit, page), so a run can be repeated. What was done comes
@@ -12,21 +12,24 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from actors.engine.connector import FerryConnector
+from actors.engine.metadata import OpenJob
+from actors.engine.orders import SealParams
 from actors.engine.runner_view import RunnerView
+from actors.engine.utilities import FerryWorkerExtension, connector_of_this_worker
+from actors.engine.worker_half import FerryConnectorWorker
+from actors.messages import Verdict
 from actors.transfer.channel import PagesSealed, WriterDone
-from cluster.fault_kinds import KINDS
+from cluster.fault_kinds import KINDS, FaultError
 from kernels.layout import PageLayout
 from kernels.reference import element_offsets
-
-
-class FaultError(ValueError):
-    """A fault that is not allowed or not possible here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +260,84 @@ def swap_tokens(page: torch.Tensor, layout: PageLayout, rng: random.Random) -> l
         values[offsets[one]] = values[offsets[other]]
         values[offsets[other]] = kept
     return [one, other]
+
+
+class FaultyWorker(FerryConnectorWorker):
+    faults: Faults
+
+    def _wire(self, order: SealParams) -> PageLayout:
+        return self.faults.on_wire_layout(order.ticket_id, super()._wire(order))
+
+    def _send_seal(self, message: PagesSealed) -> None:
+        if self.faults.on_sealed(message, super()._send_seal):
+            super()._send_seal(message)
+
+    def _land(self, job: OpenJob, pages: torch.Tensor) -> dict[Verdict, int]:
+        assert self.layout is not None
+        self.faults.on_staging(job, pages, self.layout)
+        self.faults.hold_landing(job, pages, self._cancelled)
+        if job.request_id in self._cancelled:
+            return {Verdict.STALE: len(job.block_ids)}
+        return super()._land(job, pages)
+
+    def land_late(self, ticket_id: int) -> dict[str, Any]:
+        """A landing that was held back happens now."""
+
+        def land(job: OpenJob, pages: torch.Tensor) -> dict[Verdict, int]:
+            verdicts = super(FaultyWorker, self)._land(job, pages)
+            self._report(job, verdicts, 0, 0.0)
+            return verdicts
+
+        return self.faults.land_late(ticket_id, land)
+
+
+class FaultInjectingConnector(FerryConnector):
+    worker_class = FaultyWorker
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        faults = Faults.of(vllm_config.kv_transfer_config.get_from_extra_config("faults", {}))
+        if faults is None:
+            raise FaultError("faults are off: faults.kinds is empty")
+        self.faults = faults
+        super().__init__(vllm_config, role, kv_cache_config)
+        if isinstance(self.worker, FaultyWorker):
+            self.worker.faults = faults
+
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        scheduler = self.scheduler
+        assert scheduler is not None
+
+        def pageferry_fault(core: Any, kind: str, trial: int, victim: str) -> dict[str, Any]:
+            """Spoils the pool's account of a page of `victim`."""
+            guard = getattr(scheduler.tracker, "guard", None)
+            return self.faults.on_pool(kind, trial, victim, core.scheduler.kv_cache_manager, guard)
+
+        return super().utilities() | {"pageferry_fault": pageferry_fault}
+
+
+class FaultInjectingExtension(FerryWorkerExtension):
+    def pageferry_fault(self, kind: str, trial: int, target: str | int, more: float = 0) -> dict[str, Any]:
+        """`target`: the victim's request id (block tables, tags; `more` is the first position to spoil), or a ticket id
+        (what is on its way; `more` is a late seal's delay in seconds)."""
+        connector = _connector()
+        if isinstance(target, str):
+            assert connector.view is not None and connector.worker is not None
+            return connector.faults.on_tables(kind, trial, target, connector.view, connector.worker.check, int(more))
+        return connector.faults.arm(kind, trial, target, more)
+
+    def pageferry_land_late(self, ticket_id: int) -> dict[str, Any]:
+        worker = _connector().worker
+        assert isinstance(worker, FaultyWorker)
+        return worker.land_late(ticket_id)
+
+    def pageferry_fault_log(self) -> list[dict[str, Any]]:
+        """What faults did in this worker since the last call."""
+        faults = _connector().faults
+        log, faults.log = faults.log, []
+        return log
+
+
+def _connector() -> FaultInjectingConnector:
+    connector = connector_of_this_worker()
+    assert isinstance(connector, FaultInjectingConnector)
+    return connector

@@ -1,10 +1,10 @@
-"""PrefillReplica and DecodeReplica: what Ray Serve runs. They find their actors and put an engine host between them."""
+"""PrefillReplica and DecodeReplica: what Ray Serve runs. They find the actors that an engine server works with."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -13,8 +13,9 @@ from ray import serve
 from actors import logs
 from actors.controller.actor import get_or_create
 from actors.engine.config import set_environment
-from actors.engine.server import DecodeServer, PrefillServer
-from actors.messages import HandOver, PrefillDone, ReplicaStarting, Role, Ticket
+from actors.engine.decode import DecodeServer
+from actors.engine.prefill import PrefillServer
+from actors.messages import ReplicaStarting, Role
 from actors.transfer import actor as transfer_shell
 from cluster.spec import ClusterSpec
 
@@ -71,78 +72,31 @@ class _Place:
         }
 
 
-async def _end(replica: Any) -> None:
-    """Serve calls this when nothing is in progress any more."""
-    if (host := getattr(replica, "host", None)) is not None:
-        await host.say_goodbye()
-        host.shutdown()
-
-
-class PrefillReplica:
-    """Serve deployment `Prefill`: computes prompts and seals their pages."""
+class PrefillReplica(PrefillServer):
+    """Serve deployment `Prefill`."""
 
     async def __init__(self, spec_tree: dict[str, Any], deployment: int) -> None:
         logs.below_serve()
         spec = ClusterSpec.parse(spec_tree)
-        place = _Place(spec, Role.PREFILL, deployment)
+        place = _Place(spec, self.role, deployment)
         with place.announced():
-            self.host = PrefillServer(spec, **await place.wiring())
-            await self.host.start()
-
-    async def prefill(self, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
-        return await self.host.prefill(ticket, frames)
-
-    async def abort(self, ticket_ids: list[int]) -> None:
-        await self.host.abort(ticket_ids)
-
-    async def audit(self) -> dict[str, Any]:
-        return await self.host.audit()
-
-    async def fault(self, kind: str, trial: int, target: str | int, more: float) -> dict[str, Any]:
-        return await self.host.fault(kind, trial, target, more)
-
-    async def utility(self, method: str, args: list[Any]) -> Any:
-        return await self.host.utility(method, args)
-
-    async def check_health(self) -> None:
-        await self.host.check_health()
+            super().__init__(spec, **await place.wiring())
+            await self.start()
 
     async def __del__(self) -> None:
-        await _end(self)
+        await self.end()
 
 
-class DecodeReplica:
-    """Serve deployment `Decode`: opens pages and decodes."""
+class DecodeReplica(DecodeServer):
+    """Serve deployment `Decode`."""
 
     async def __init__(self, spec_tree: dict[str, Any], deployment: int) -> None:
         logs.below_serve()
         spec = ClusterSpec.parse(spec_tree)
-        place = _Place(spec, Role.DECODE, deployment)
+        place = _Place(spec, self.role, deployment)
         with place.announced():
-            self.host = DecodeServer(spec, **await place.wiring())
-            await self.host.start()
-
-    async def submit(self, frontend_id: str, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None) -> None:
-        await self.host.submit(frontend_id, frames, ticket, hand_over)
-
-    async def abort(self, frontend_id: str, request_ids: list[str]) -> None:
-        await self.host.abort(frontend_id, request_ids)
-
-    async def outputs(self, frontend_id: str) -> AsyncGenerator[list[bytes], None]:
-        async for frames in self.host.outputs(frontend_id):
-            yield frames
-
-    async def audit(self) -> dict[str, Any]:
-        return await self.host.audit()
-
-    async def fault(self, kind: str, trial: int, target: str | int, more: float) -> dict[str, Any]:
-        return await self.host.fault(kind, trial, target, more)
-
-    async def utility(self, method: str, args: list[Any]) -> Any:
-        return await self.host.utility(method, args)
-
-    async def check_health(self) -> None:
-        await self.host.check_health()
+            super().__init__(spec, **await place.wiring())
+            await self.start()
 
     async def __del__(self) -> None:
-        await _end(self)
+        await self.end()

@@ -35,6 +35,7 @@ class StepView:
 
 
 class RunnerView(Protocol):
+    version: str
     page_tokens: int
     num_pages: int
 
@@ -69,6 +70,8 @@ def view_of(runner: Any) -> RunnerView:
 
 
 class V1View:
+    version = "V1"
+
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.page_tokens = int(self._table.block_size)
@@ -133,6 +136,8 @@ class V1View:
 
 
 class V2View:
+    version = "V2"
+
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         tables = runner.block_tables

@@ -1,9 +1,9 @@
-"""One vLLM engine and its place in the cluster, without Ray: `replica.py` puts these into Serve deployments.
+"""One vLLM engine and its place in the cluster, without Ray: `replica.py` makes Serve deployments of its two kinds.
 
-A host holds vLLM's own engine core client and relays: requests in, `EngineCoreOutputs` out, one message a step and
+It holds vLLM's own engine core client and relays: requests in, `EngineCoreOutputs` out, one message a step and
 frontend. It decides nothing about tickets; it turns them into orders for its engine, and tells the controller what
 happened. `transfer` and `controller` are handles whose methods are called as `handle.method.remote(...)` and awaited:
-Ray actors in the service, plain objects behind `ops.rig.LocalHandle` where an engine pair runs without a cluster.
+Ray actors in the service, plain objects behind `ops.engine_pair.LocalHandle` where engines run without a cluster.
 """
 
 from __future__ import annotations
@@ -13,37 +13,28 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import msgspec
-
-from actors import deadlines
 from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
 from actors.engine.engine_counters import EngineCounters
-from actors.engine.orders import OpenParams, SealParams, to_params
+from actors.engine.in_flight import InFlight, ReplicaError, Totals
+from actors.engine.transfer_client import TransferClient
 from actors.engine.watch import EngineWatch, LifeFile, Progress
 from actors.messages import (
     PAGE_INTEGRITY,
     Announcement,
-    HandOver,
     HeartbeatReply,
     Join,
-    Lease,
     Occupancy,
     PageDelta,
-    PrefillDone,
     ReplicaEvent,
     ReplicaEventKind,
     ReplicaHeartbeat,
     ReplicaLeft,
     Role,
-    Ticket,
-    Verdict,
 )
-from actors.transfer.staging import StagingError
-from cluster.fault_kinds import KINDS
+from cluster.fault_kinds import KINDS, FaultError
 from cluster.plan.preflight import refuse_unfit
 from cluster.quality import refuse_poor_quality
 from cluster.spec import ClusterSpec
@@ -56,33 +47,6 @@ PAGES_A_BEAT = 8192  # taken pages that one heartbeat tells of at most; about 15
 CONDEMNED_REMEMBERED = 256
 UTILITY_TIMEOUT_S = 1.0
 GOODBYE_S = 2.0
-
-
-class ReplicaError(RuntimeError):
-    """A replica could not do what a ticket asked of it; the frontend goes elsewhere."""
-
-
-class PrefillRefused(ReplicaError):
-    """No staging room in time, or the engine gave the prompt up."""
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A request in this replica's engine."""
-
-    ticket: Ticket
-    frontend_id: str
-    aborted: bool = False
-    in_engine: bool = False
-    started: bool = False
-    done: asyncio.Future[Any] | None = None  # prefill waits for this
-
-
-@dataclass(slots=True)
-class _Totals:
-    tokens_generated: int = 0
-    requests: int = 0
-    began_ns: int = field(default_factory=time.monotonic_ns)
 
 
 class EngineServer:
@@ -103,8 +67,7 @@ class EngineServer:
         self.replica_id = replica_id
         self.node_id = node_id
         self.incarnation = time.time_ns()
-        self.transfer = get_transfer()
-        self._get_transfer = get_transfer
+        self._transfer = TransferClient(node_id, get_transfer)
         self._get_controller = get_controller
         self._live: dict[str, InFlight] = {}
         self._streams: dict[str, asyncio.Queue[list[bytes] | None]] = {}
@@ -113,7 +76,7 @@ class EngineServer:
         self._pages_whole = False
         self._tell_all_pages = False  # the controller has missed something: from the beginning
         self._condemned: dict[str, int] = {}  # requests that a page mismatch ended, whose verdict is yet to come
-        self._totals = _Totals()
+        self._totals = Totals()
         self._engine = EngineCounters()
         self._failure: str = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -183,6 +146,9 @@ class EngineServer:
                 "weights_bytes": self.description["weights_bytes"],
                 "weights_loaded_bytes": self.description["weights_loaded_bytes"],
                 "worker_pid": self.description["pid"],
+                "model_runner": self.description["model_runner"],
+                "attention_backend": self.description["attention_backend"],
+                "async_scheduling": self.config.scheduler_config.async_scheduling,
                 "replica_pid": os.getpid(),
                 "weights": self.pool.weights or self.spec.model.path,
                 "kv_dtype": self.pool.kv_dtype,
@@ -207,8 +173,6 @@ class EngineServer:
 
         Raises `FaultError`. What was done comes back; `fired` False: not possible now.
         """
-        from actors.engine.fault_injection import FaultError
-
         if kind not in self.spec.faults.kinds:
             allowed = ", ".join(self.spec.faults.kinds) or "nothing"
             raise FaultError(f"fault {kind!r} is not allowed here; faults.kinds allows {allowed}")
@@ -235,8 +199,6 @@ class EngineServer:
             "integrity": integrity,
             "workers": workers,
         }
-
-    # -- engine output
 
     async def _pump(self) -> None:
         try:
@@ -271,8 +233,6 @@ class EngineServer:
 
     def _on_outputs(self, outputs: Any) -> None:
         raise NotImplementedError
-
-    # -- controller
 
     def _event(self, kind: ReplicaEventKind, live: InFlight | None = None, request_id: str = "", **more: Any) -> None:
         ticket_id = live.ticket.ticket_id if live else 0
@@ -377,7 +337,7 @@ class EngineServer:
         elapsed_s = max(1e-9, (time.monotonic_ns() - self._totals.began_ns) / 1e9)
         rate = self._totals.tokens_generated / elapsed_s
         if elapsed_s > 10:
-            self._totals = _Totals(requests=self._totals.requests)
+            self._totals = Totals(requests=self._totals.requests)
         return Occupancy(
             blocks_total=stats["blocks_total"],
             blocks_free=stats["blocks_free"],
@@ -407,31 +367,8 @@ class EngineServer:
         if in_engine:
             await self.core.abort_requests_async(in_engine)
 
-    async def _ask_transfer(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Raises `ReplicaError` when the node's transfer actor is away; the next call looks it up again."""
-        try:
-            return await asyncio.wait_for(getattr(self.transfer, method).remote(*args), timeout_s)
-        except TimeoutError:
-            raise ReplicaError(f"the transfer actor of node {self.node_id} is silent for {timeout_s:g} s") from None
-        except StagingError:
-            raise
-        except Exception as error:  # Ray's many ways to say that an actor is away
-            with contextlib.suppress(Exception):
-                self.transfer = self._get_transfer()
-            raise ReplicaError(f"the transfer actor of node {self.node_id} is away: {error}") from None
-
-    async def _tell_transfer(self, method: str, *args: Any) -> None:
-        """What it does not hear, the end of the lease tells it."""
-        try:
-            await self._ask_transfer(method, *args, timeout_s=deadlines.ANSWER_S)
-        except ReplicaError as error:
-            logger.warning("%s", error)
-
     def _report_dropped(self, dropped: dict[str, InFlight]) -> None:
-        """They ended by the controller's wish: a frontend that still waits for one must not wait for ever."""
-
-    def _decode_request(self, frames: list[bytes]) -> Any:
-        return self._decoder.decode(frames)
+        """They ended by the controller's wish: a frontend that still waits for one is told."""
 
     def _encode(self, outputs: Any, share: list[Any]) -> list[bytes]:
         """One message: `share` of the outputs."""
@@ -449,206 +386,14 @@ class EngineServer:
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
 
+    async def end(self) -> None:
+        """Serve calls this when nothing is in progress any more. Also of a replica that never started."""
+        if getattr(self, "core", None) is not None:
+            await self.say_goodbye()
+            self.shutdown()
+
     def shutdown(self) -> None:
         for task in self._tasks:
             task.cancel()
         self._tasks = []
         self.core.shutdown()
-
-
-class PrefillServer(EngineServer):
-    role = Role.PREFILL
-
-    async def prefill(self, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
-        """Computes the ticket's prompt and seals its pages into staging. Cancelling the call aborts both."""
-        await self.start()
-        began = time.monotonic()
-        request = self._decode_request(frames)
-        num_tokens = len(request.prompt_token_ids)
-        wire = PageLayout.from_dict(ticket.wire_layout)
-        num_bytes = len(self.engines) * -(-num_tokens // wire.page_tokens) * wire.page_bytes
-        wait_s = ticket.deadline_s / 2 or 5.0
-        key = (ticket.ticket_id, ticket.attempt)
-        try:
-            lease: Lease | None = await self._ask_transfer(
-                "lease", *key, num_bytes, self.engines, wait_s, timeout_s=wait_s + 1.0
-            )
-        except BaseException:  # it may still be granted, to nobody
-            self._background(self._tell_transfer("drop_writer", *key, self.engines))
-            raise
-        if lease is None:
-            raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
-        order = SealParams(
-            ticket_id=ticket.ticket_id,
-            attempt=ticket.attempt,
-            num_tokens=num_tokens,
-            wire_layout=ticket.wire_layout,
-            lease=lease,
-        )
-        request.request_id = f"{ticket.request_id}.{ticket.attempt}"
-        assert request.sampling_params.max_tokens == 1, "prefill computes the prompt and one token"
-        request.sampling_params.extra_args = {"kv_transfer_params": to_params(order)}
-        live = InFlight(ticket, ticket.frontend_id, done=asyncio.get_running_loop().create_future())
-        self._live[request.request_id] = live
-        assert live.done is not None
-        try:
-            await self.core.add_request_async(request)
-            live.in_engine = True
-            self._event(ReplicaEventKind.PREFILL_STARTED, live, ticket.request_id)
-            output, outputs = await live.done
-        except asyncio.CancelledError:
-            if live.in_engine:
-                await asyncio.shield(self._abort([request.request_id]))
-                # The worker half reports WriterDone once the engine has let go; then the bytes are given back.
-                await asyncio.shield(self._tell_transfer("release", [key]))
-            else:
-                await asyncio.shield(self._tell_transfer("drop_writer", *key, self.engines))
-            raise
-        except Exception:  # the engine is gone or hangs: the bytes are free when it cannot touch them any more
-            await self._tell_transfer("release", [key])
-            raise
-        finally:
-            self._live.pop(request.request_id, None)
-            self._event(ReplicaEventKind.RELEASED, live, ticket.request_id)
-        if str(output.finish_reason) not in ("length", "stop"):
-            await self._tell_transfer("release", [key])
-            raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
-        stats = output.prefill_stats
-        if stats is not None:
-            self._event(ReplicaEventKind.PROMPT_COMPUTED, live, ticket.request_id, num_tokens=stats.num_cached_tokens)
-        if str(output.finish_reason) == "length" and num_tokens + 1 < self.config.model_config.max_model_len:
-            output.finish_reason = None  # this engine was asked for one token; for its client the request goes on
-        return PrefillDone(
-            ticket_id=ticket.ticket_id,
-            attempt=ticket.attempt,
-            num_tokens=num_tokens,
-            num_cached_tokens=stats.num_cached_tokens if stats else 0,
-            seconds=time.monotonic() - began,
-            output=self._encode(outputs, [output]),
-        )
-
-    async def abort(self, ticket_ids: list[int]) -> None:
-        gone = set(ticket_ids)
-        await self._abort([r for r, live in self._live.items() if live.ticket.ticket_id in gone])
-
-    def _on_outputs(self, outputs: Any) -> None:
-        for output in outputs.outputs:
-            live = self._live.get(output.request_id)
-            if live is None or live.done is None:
-                continue
-            live.started = True
-            self._condemn(output, live)
-            if output.finish_reason is not None and not live.done.done():
-                live.done.set_result((output, outputs))
-
-
-class DecodeServer(EngineServer):
-    role = Role.DECODE
-
-    async def submit(self, frontend_id: str, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None) -> None:
-        """Adds a request to the engine; its tokens come out of `outputs(frontend_id)`."""
-        await self.start()
-        request = self._decode_request(frames)
-        live = InFlight(ticket, frontend_id)
-        self._live[request.request_id] = live
-        try:
-            if hand_over is not None:
-                lease = await self._begin_read(hand_over)
-                if isinstance(lease, Verdict):
-                    # The bytes are not to be had; decode computes the prompt itself.
-                    tokens = len(request.prompt_token_ids or ())
-                    self._event(
-                        ReplicaEventKind.RECOMPUTED, live, ticket.request_id, num_tokens=tokens, detail=str(lease)
-                    )
-                elif live.aborted:
-                    await self._tell_transfer("drop_reader", ticket.ticket_id, ticket.attempt, self.engines)
-                elif request.sampling_params is not None:
-                    extra = dict(request.sampling_params.extra_args or {})
-                    local = msgspec.structs.replace(hand_over, lease=lease)
-                    extra["kv_transfer_params"] = to_params(OpenParams(hand_over=local))
-                    request.sampling_params.extra_args = extra
-            if live.aborted:
-                self._live.pop(request.request_id, None)
-                return
-            await self.core.add_request_async(request)
-            live.in_engine = True
-        except BaseException:
-            self._live.pop(request.request_id, None)
-            if hand_over is not None:
-                key = (ticket.ticket_id, ticket.attempt)
-                self._background(self._tell_transfer("drop_reader", *key, self.engines))
-            raise
-        if self._was_aborted(live):  # while the request was on its way into the engine
-            await self._abort([request.request_id])
-
-    async def _begin_read(self, hand_over: HandOver) -> Lease | Verdict:
-        lease = hand_over.lease
-        wait_s = deadlines.read_s(lease.num_bytes, lease.node_id == self.node_id, hand_over.deadline_s)
-        try:
-            found: Lease | Verdict = await self._ask_transfer(
-                "begin_read", hand_over, self.engines, wait_s, timeout_s=wait_s + 1.0
-            )
-        except ReplicaError as error:
-            logger.warning("ticket %d: %s", hand_over.ticket_id, error)
-            key = (hand_over.ticket_id, hand_over.attempt)
-            self._background(self._tell_transfer("drop_reader", *key, self.engines))  # it may still come to it
-            return Verdict.MISSING
-        return found
-
-    @staticmethod
-    def _was_aborted(live: InFlight) -> bool:
-        return live.aborted
-
-    async def abort(self, frontend_id: str, request_ids: list[str]) -> None:
-        await self._abort(request_ids)
-
-    async def outputs(self, frontend_id: str) -> AsyncGenerator[list[bytes], None]:
-        """Every engine step's `EngineCoreOutputs` for this frontend, as MessagePack frames.
-
-        When the stream is closed, whatever that frontend still has here is aborted.
-        """
-        await self.start()
-        queue: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
-        self._streams[frontend_id] = queue
-        try:
-            yield []  # the stream stands
-            while (frames := await queue.get()) is not None:
-                yield frames
-            raise ReplicaError(self._failure or f"{self.replica_id} has ended the stream")
-        finally:
-            if self._streams.get(frontend_id) is queue:
-                del self._streams[frontend_id]
-                await asyncio.shield(
-                    self._abort([r for r, live in self._live.items() if live.frontend_id == frontend_id])
-                )
-
-    def _on_outputs(self, outputs: Any) -> None:
-        mine: dict[str, list[Any]] = {}
-        for output in outputs.outputs:
-            live = self._live.get(output.request_id)
-            if live is None:
-                continue
-            mine.setdefault(live.frontend_id, []).append(output)
-            self._totals.tokens_generated += len(output.new_token_ids)
-            if not live.started and output.new_token_ids:
-                live.started = True
-                self._event(ReplicaEventKind.DECODE_STARTED, live, live.ticket.request_id)
-                if output.prefill_stats is not None and live.ticket.prefill is None:
-                    cached = output.prefill_stats.num_cached_tokens
-                    self._event(ReplicaEventKind.PROMPT_COMPUTED, live, live.ticket.request_id, num_tokens=cached)
-            self._condemn(output, live)
-            if output.finish_reason is not None:
-                del self._live[output.request_id]
-                self._event(ReplicaEventKind.RELEASED, live, live.ticket.request_id)
-        # Not the scheduler's statistics: they are this replica's, not a frontend's; the heartbeat has their totals.
-        for frontend_id, queue in self._streams.items():
-            if share := mine.get(frontend_id):
-                queue.put_nowait(self._encode(outputs, share))
-
-    def _report_dropped(self, dropped: dict[str, InFlight]) -> None:
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-
-        for request_id, live in dropped.items():
-            if (queue := self._streams.get(live.frontend_id)) is not None:
-                output = EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
-                queue.put_nowait(self._encode(EngineCoreOutputs(timestamp=time.monotonic()), [output]))

@@ -1,23 +1,127 @@
-"""Every reach of this package into the internals of vLLM.
+"""Every reach of this package into the internals of vLLM and Ray: what it is, why, and where it is done.
 
-| target (vLLM 0.32)                                         | reason                                                  |
-|------------------------------------------------------------|---------------------------------------------------------|
-| `shm_broadcast.SpinCondition.__init__`, default of         | On CPU vLLM joins EngineCore and Worker by a queue whose|
-| `busy_loop_s` (1 s)                                        | reader yields in a loop for this long after each read,  |
-|                                                            | so EngineCore burns a core while Worker computes.       |
-
-`MultiprocExecutor` is the `distributed_executor_backend` of CPU engines: vLLM imports it in EngineCore before that
-makes its queues. `ShortBusyLoop` is for workers of engines that have no worker extension of ours.
+`TARGETS` lists them with the parameters they had in vLLM 0.32 and Ray 2.60; a test holds the list against what is
+installed. A change of something of theirs is made by a function of this module and nowhere else. Attributes of vLLM's
+model runners are read in `runner_view` alone.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import torch
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.v1.executor import multiproc_executor
 
 from actors.engine.config import QUEUE_BUSY_LOOP
+
+
+class Target(NamedTuple):
+    where: str  # module:name
+    parameters: tuple[str, ...] | None  # None: no function
+    reason: str
+
+
+TARGETS = (
+    Target(
+        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.__init__",
+        ("self", "is_reader", "context", "notify_address", "busy_loop_s"),
+        "the default of busy_loop_s (1 s): on CPU vLLM joins EngineCore and Worker by a queue whose reader yields in a "
+        "loop for this long after each read, so EngineCore takes a core while Worker computes (shorten_busy_loop)",
+    ),
+    Target(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor._init_executor",
+        ("self",),
+        "EngineCore makes its queues there, before it loads a connector (MultiprocExecutor)",
+    ),
+    Target(
+        "vllm.v1.engine.core:EngineCoreProc._invoke_utility_method",
+        ("name", "get_result", "output", "enqueue_output"),
+        "utilities are looked up by name on EngineCore; there is no registry (add_utilities)",
+    ),
+    Target(
+        "vllm.v1.engine.async_llm:EngineCoreClient.make_async_mp_client",
+        ("vllm_config", "executor_class", "log_stats", "client_addresses", "client_count", "client_index", "renderer"),
+        "AsyncLLM has no argument for its engine core client (core_client)",
+    ),
+    Target(
+        "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
+        ("self", "num_blocks"),
+        "the pool tells nobody before it hands pages out (integrity.block_pool_hooks)",
+    ),
+    Target(
+        "vllm.v1.core.block_pool:BlockPool.free_blocks",
+        ("self", "ordered_blocks"),
+        "the pool tells nobody of pages that come back (integrity.block_pool_hooks)",
+    ),
+    Target(
+        "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
+        (
+            "self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id",
+            "block_mask",
+        ),
+        "a lost page must not be offered under its former hash (integrity.block_pool_hooks)",
+    ),
+    Target(
+        "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+        ("self", "block_ids"),
+        "a page in doubt leaves the prefix cache (integrity.block_pool_hooks)",
+    ),
+    Target(
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",
+        ("self", "block"),
+        "a page in doubt leaves the free list (integrity.block_pool_hooks)",
+    ),
+    Target(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
+        ("self", "request"),
+        "the end of a request's hold on its pages (integrity.block_pool_hooks)",
+    ),
+    Target(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.pop_blocks_for_free",
+        ("self", "request"),
+        "the same, where the free is deferred (integrity.block_pool_hooks)",
+    ),
+    Target(
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+        "who a step's check names must end before the step's outputs are made (integrity.scheduler)",
+    ),
+    Target(
+        "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
+        ("self", "request_ids", "finished_status"),
+        "ends them (integrity.scheduler)",
+    ),
+    Target(
+        "vllm.v1.core.sched.scheduler:Scheduler.pause_state",
+        None,
+        "a paused engine makes no steps and has not hung (utilities)",
+    ),
+    Target(
+        "vllm.v1.worker.block_table:BlockTable.get_device_tensor",
+        ("self", "num_reqs"),
+        "the block table that a step of model runner V1 reads (runner_view)",
+    ),
+    Target(
+        "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector._build_load_kwargs",
+        ("scheduler_output", "input_batch", "attn_metadata"),
+        "who is in a step of model runner V2 (runner_view)",
+    ),
+    Target(
+        "vllm.model_executor.model_loader.base_loader:process_weights_after_loading",
+        ("model", "model_config", "target_device"),
+        "CPU builds pack linear layers and drop the loaded tensors: a running model's parameters miss most of what was "
+        "loaded, so it is counted there (count_loaded_weights)",
+    ),
+    Target(
+        "ray._private.authentication.http_token_authentication:get_auth_headers_if_auth_enabled",
+        ("user_headers",),
+        "calls to the dashboard of a cluster with authentication (controller.actor)",
+    ),
+)  # fmt: skip
 
 
 def shorten_busy_loop() -> None:
@@ -27,13 +131,85 @@ def shorten_busy_loop() -> None:
 
 
 class MultiprocExecutor(multiproc_executor.MultiprocExecutor):
+    """The `distributed_executor_backend` of CPU engines: vLLM imports it in EngineCore before that makes its queues."""
+
     def _init_executor(self) -> None:
         shorten_busy_loop()
         super()._init_executor()
 
 
 class ShortBusyLoop:
-    """A `worker_extension_cls` without methods: a worker imports it before it opens its queue."""
+    """A `worker_extension_cls` without methods, for engines that have none of ours: a worker imports it before it
+    opens its queue."""
+
+
+def add_utilities(utilities: Mapping[str, Callable[..., Any]]) -> None:
+    """Functions of (engine core, arguments...) that `EngineCoreClient.call_utility_async(name, ...)` finds."""
+    from vllm.v1.engine.core import EngineCore
+
+    for name, utility in utilities.items():
+        setattr(EngineCore, name, utility)
+
+
+def replace(owner: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts `method` in the place of one of an object's own, which is returned. Only what `TARGETS` names."""
+    known = {target.where for target in TARGETS}
+    assert any(f"{kind.__module__}:{kind.__qualname__}.{name}" in known for kind in type(owner).__mro__), name
+    before: Callable[..., Any] = getattr(owner, name)
+    setattr(owner, name, method)
+    return before
+
+
+@contextmanager
+def core_client(client: Any) -> Iterator[None]:
+    """An `AsyncLLM` that is made inside uses `client` in the place of an engine core client of vLLM's making."""
+    from vllm.v1.engine import async_llm
+
+    class Factory:
+        @staticmethod
+        def make_async_mp_client(*_: Any, **__: Any) -> Any:
+            return client
+
+    kept = async_llm.EngineCoreClient
+    async_llm.EngineCoreClient = Factory
+    try:
+        yield
+    finally:
+        async_llm.EngineCoreClient = kept
+
+
+_loaded_weight_bytes = 0
+
+
+def loaded_weight_bytes() -> int:
+    """Bytes of parameters as loaded in this process, before any packing; 0 before a model was loaded here."""
+    return _loaded_weight_bytes
+
+
+def count_loaded_weights() -> None:
+    """Wraps the loader's last step in this process. Idempotent."""
+    from vllm.model_executor.model_loader import base_loader
+
+    pack = base_loader.process_weights_after_loading
+    if getattr(pack, "counts_for_pageferry", False):
+        return
+
+    def count_then_pack(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        global _loaded_weight_bytes
+        sizes = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+        _loaded_weight_bytes = sum(sizes.values())
+        return pack(model, *args, **kwargs)
+
+    count_then_pack.counts_for_pageferry = True  # type: ignore[attr-defined]
+    base_loader.process_weights_after_loading = count_then_pack
+
+
+def set_kv_scales(layer: Any, k_scale: float, v_scale: float) -> None:
+    """Of an attention layer: vLLM sets them from a checkpoint or to 1, and has no setting."""
+    layer._k_scale.fill_(k_scale)
+    layer._v_scale.fill_(v_scale)
+    layer._k_scale_float = k_scale
+    layer._v_scale_float = v_scale
 
 
 shorten_busy_loop()

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from actors.engine import layouts
-from actors.engine.fault_injection import Faults
+from actors.engine import layouts, vllm_patches
 from actors.engine.integrity.tag_check import Check, NoCheck
 from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
 from actors.engine.orders import SealParams
@@ -46,15 +45,14 @@ class FerryConnectorWorker:
         socket_path: str,
         seals: str = "full",
         sample_rate: float = 1.0,
-        faults: Faults | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.role = role
         self.rank = rank
         self.world = world
         self.layout: PageLayout | None = None
+        self.backend = ""  # vLLM's name of the attention backend
         self.check: Check = NoCheck()
-        self.faults = faults
         self._sample_rate = sample_rate
         self.set_seals(seals)
         self._caches: list[torch.Tensor] = []
@@ -90,8 +88,9 @@ class FerryConnectorWorker:
         kv_caches = layouts.in_order(kv_caches)
         if kv_scales != (1.0, 1.0):
             for name in kv_caches:
-                _set_scales(layers[name], *kv_scales)
+                vllm_patches.set_kv_scales(layers[name], *kv_scales)
         self.layout = layouts.describe(kv_caches, layers, cache_dtype)
+        self.backend = layers[next(iter(kv_caches))].attn_backend.get_name()
         self._caches = [layouts.pages_of(cache, self.layout) for cache in kv_caches.values()]
         # Loads (at the very first time compiles) the kernels now and not inside the first request's step.
         dispatch.warm_up(self._caches[0].device)
@@ -133,8 +132,6 @@ class FerryConnectorWorker:
     def _seal(self, job: SealJob) -> None:
         started = time.perf_counter_ns()
         order, wire = job.order, self._wire(job.order)
-        if self.faults is not None:
-            wire = self.faults.on_wire_layout(order.ticket_id, wire)
         assert self.layout is not None
         view = self._segments.view(order.lease)
         if view is None:
@@ -163,8 +160,10 @@ class FerryConnectorWorker:
             num_tokens=order.num_tokens,
             last=job.last,
         )
-        if self.faults is None or self.faults.on_sealed(message, self._link.send):
-            self._link.send(message)
+        self._send_seal(message)
+
+    def _send_seal(self, message: PagesSealed) -> None:
+        self._link.send(message)
 
     # -- decode
 
@@ -211,11 +210,6 @@ class FerryConnectorWorker:
         begin = (self.rank * total + job.first_page) * layout.page_bytes
         pages = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + num_pages * layout.page_bytes]
         pages = pages.view(num_pages, layout.page_bytes)
-        if self.faults is not None:
-            self.faults.on_staging(job, pages, layout)
-            self.faults.hold_landing(job, pages, self._cancelled)
-            if job.request_id in self._cancelled:
-                return {Verdict.STALE: num_pages}, 0
         verdicts = self._land(job, pages)
         return verdicts, verdicts.get(Verdict.OK, 0) * layout.page_bytes
 
@@ -262,17 +256,6 @@ class FerryConnectorWorker:
             if end == num_pages or chosen[end] != chosen[start]:
                 yield start, end, chosen[start]
                 start = end
-
-    def land_late(self, ticket_id: int) -> dict[str, Any]:
-        """Fault injection only: a landing that was held back happens now."""
-        assert self.faults is not None
-
-        def land(job: OpenJob, pages: torch.Tensor) -> dict[Verdict, int]:
-            verdicts = self._land(job, pages)
-            self._report(job, verdicts, 0, 0.0)
-            return verdicts
-
-        return self.faults.land_late(ticket_id, land)
 
     def _open_from(
         self, pages: torch.Tensor, digests: list[int], block_ids: list[int], binding: SealBinding, first_page: int
@@ -338,13 +321,6 @@ class FerryConnectorWorker:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
         self._link.close()
-
-
-def _set_scales(layer: Any, k_scale: float, v_scale: float) -> None:
-    layer._k_scale.fill_(k_scale)
-    layer._v_scale.fill_(v_scale)
-    layer._k_scale_float = k_scale
-    layer._v_scale_float = v_scale
 
 
 def _as_u64(digests: Any) -> list[int]:

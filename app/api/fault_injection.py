@@ -12,6 +12,7 @@ from typing import Any
 
 from actors.messages import ReplicaId
 from app.request.core_client import FerryCoreClient
+from cluster.fault_kinds import KINDS, FaultError
 
 AT_ONCE = ("tags", "ledger")  # guards of the kinds whose victim is a request in an engine; others have a ticket
 
@@ -27,9 +28,6 @@ async def plant(client: FerryCoreClient, send: Plant, kind: str, victim: str, tr
 
     Raises `NoVictim`, and `FaultError` for a kind that is unknown or not allowed.
     """
-    from actors.engine.fault_injection import FaultError
-    from cluster.fault_kinds import KINDS
-
     if kind not in KINDS:
         raise FaultError(f"no fault {kind!r}; known: {', '.join(KINDS)}")
     run = next((run for name, run in client.runs.items() if victim in name and run.place is not None), None)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 from vllm.config import VllmConfig
-from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
+from actors.engine import vllm_patches
 from app.api.errors import to_exception
 from app.request.core_client import FerryCoreClient
 from app.request.state import RequestError
@@ -19,14 +18,7 @@ class FerryLLM(AsyncLLM):
     """Everything but the engine core is vLLM's: templates, tokens, parsers, n, logprobs, stop strings, usage."""
 
     def __init__(self, vllm_config: VllmConfig, client: FerryCoreClient, **options: Any) -> None:
-        class Core:
-            """In place of vLLM's factory while the constructor runs; nothing of vLLM is changed afterwards."""
-
-            @staticmethod
-            def make_async_mp_client(**_: Any) -> FerryCoreClient:
-                return client
-
-        with patch.object(async_llm, "EngineCoreClient", Core):
+        with vllm_patches.core_client(client):
             super().__init__(vllm_config, Executor.get_class(vllm_config), **options)
         client.on_fault = self._fail
 

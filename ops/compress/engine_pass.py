@@ -27,9 +27,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     """
     from vllm import LLM, SamplingParams
 
-    from actors.engine.weights import count_at_load, loaded_bytes
+    from actors.engine.vllm_patches import count_loaded_weights, loaded_weight_bytes
 
-    count_at_load()
+    count_loaded_weights()
     longest = max(len(window) for window in spec["windows"])
     engine = LLM(
         spec["checkpoint"],
@@ -57,7 +57,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     tokens = cache.num_blocks * engine.llm_engine.vllm_config.cache_config.block_size
     return {
         "figures": results,
-        "weights_loaded_bytes": loaded_bytes(),
+        "weights_loaded_bytes": loaded_weight_bytes(),
         "kv_bytes_per_token": sum(tensor.size for tensor in cache.kv_cache_tensors) / tokens,
     }
 

@@ -127,7 +127,7 @@ def _seal(backend: Any, name: str, src: PageLayout, wire: PageLayout, src_tokens
     types = {
         "caches": "*i64", "ids": "*i64", "out": "*u8", "sums": "*i64", "k_scales": "*fp32", "v_scales": "*fp32",
         "seeds": "*i64", "keys": "*i32", "stride_block": "i32", "stride_head": "i32", "stride_token": "i32",
-        "head_start": "i32", "num_ids": "i32", "num_blocks": "i32", "out_stride": "i32", "num_layers": "i32",
+        "num_ids": "i32", "num_blocks": "i32", "out_stride": "i32", "num_layers": "i32",
     }  # fmt: skip
     constants = {
         "SRC_TOKENS": src_tokens, "WIRE_TOKENS": wire.page_tokens, "ROW": backend._row(wire),
@@ -146,7 +146,7 @@ def _digest(backend: Any, name: str, wire: PageLayout) -> Config:
 def _scatter(backend: Any, name: str, wire: PageLayout, cache_tokens: int) -> Config:
     types = {
         "pages": "*u8", "good": "*i8", "caches": "*i64", "ids": "*i64", "stride": "i32", "stride_block": "i32",
-        "stride_head": "i32", "stride_token": "i32", "head_start": "i32", "num_ids": "i32", "num_layers": "i32",
+        "stride_head": "i32", "stride_token": "i32", "num_ids": "i32", "num_layers": "i32",
     }  # fmt: skip
     constants = {
         "CACHE_TOKENS": cache_tokens, "WIRE_TOKENS": wire.page_tokens, "ROW": backend._row(wire),

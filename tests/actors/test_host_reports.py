@@ -14,8 +14,10 @@ import pytest
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
+from actors.engine.decode import DecodeServer
 from actors.engine.engine_counters import EngineCounters
-from actors.engine.server import CONDEMNED_REMEMBERED, DecodeServer, InFlight, _Totals
+from actors.engine.in_flight import InFlight, Totals
+from actors.engine.server import CONDEMNED_REMEMBERED
 from actors.messages import PAGE_INTEGRITY, HeartbeatReply, Join, PageDelta, ReplicaHeartbeat, Ticket
 from ops.engine_pair import LocalHandle
 
@@ -51,7 +53,7 @@ def host(controller: Controller) -> DecodeServer:
     made.replica_id, made.incarnation = "d", 1
     made._live, made._events, made._condemned, made._streams = {}, [], {}, {}
     made._pages, made._pages_whole, made._tell_all_pages = (), False, False
-    made._totals, made._engine = _Totals(), EngineCounters()
+    made._totals, made._engine = Totals(), EngineCounters()
     made.controller = LocalHandle(controller)
     made._get_controller = lambda: LocalHandle(controller)
     made.announcement = lambda: None  # type: ignore[method-assign, assignment, return-value]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster, request, until
 
-from actors.engine.fault_injection import FaultError
 from app.api.fault_injection import NoVictim, plant
+from cluster.fault_kinds import FaultError
 
 
 async def test_a_victim_is_found_by_a_part_of_its_name_and_its_engine_is_told() -> None:

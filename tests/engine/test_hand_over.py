@@ -12,6 +12,7 @@ After every test nothing is held anywhere (the conservation law that `settled` c
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,9 @@ async def test_the_announcement_tells_what_the_engine_holds(pair: EnginePair) ->
     for host, bytes_per_token in ((pair.prefill, 23_040), (pair.decode, 11_520)):
         said = host.announcement()
         assert said.engine["weights_loaded_bytes"] == pytest.approx(on_disk, rel=0.002)
+        lane = bool(os.environ.get("PAGEFERRY_V2_ON_CPU"))  # see test_v2_runner.py
+        assert said.engine["model_runner"] == ("V2" if lane else "V1") and said.engine["async_scheduling"] is lane
+        assert said.engine["attention_backend"] == "CPU_ATTN"
         assert said.engine["kv_cache_bytes"] == (said.blocks_total + 1) * said.block_tokens * bytes_per_token
     # The same bytes hold twice the tokens (vLLM's null block aside).
     assert pair.prefill.layout.page_bytes >= 1.98 * pair.decode.layout.page_bytes

@@ -1,19 +1,44 @@
-"""What `actors.engine.vllm_patches` reaches into is still there, and what it changes arrives in new processes."""
+"""What we reach of vLLM's and Ray's internals is still there, and what we change arrives in new processes."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import subprocess
 import sys
+from typing import Any
 
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+import pytest
+
+from actors.engine.vllm_patches import TARGETS, Target, core_client, replace
 
 
-def test_the_busy_loop_is_still_the_only_default() -> None:
-    parameters = inspect.signature(SpinCondition.__init__).parameters
-    assert list(parameters) == ["self", "is_reader", "context", "notify_address", "busy_loop_s"]
-    assert len(SpinCondition.__init__.__defaults__ or ()) == 1
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.where)
+def test_a_target_is_still_there_with_the_parameters_that_are_expected(target: Target) -> None:
+    module, _, name = target.where.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if target.parameters is None:
+        assert not callable(found)
+    else:
+        assert tuple(inspect.signature(found).parameters) == target.parameters
+    assert target.reason
+
+
+def test_only_what_is_listed_is_replaced() -> None:
+    with pytest.raises(AssertionError, match="clear"):
+        replace({}, "clear", lambda: None)
+
+
+def test_a_core_client_is_put_in_for_the_time_of_the_block_alone() -> None:
+    from vllm.v1.engine import async_llm
+
+    before, mine = async_llm.EngineCoreClient, object()
+    with core_client(mine):
+        assert async_llm.EngineCoreClient.make_async_mp_client(vllm_config=None, log_stats=True) is mine
+    assert async_llm.EngineCoreClient is before
 
 
 def test_a_worker_that_imports_the_connector_takes_the_configured_busy_loop() -> None:

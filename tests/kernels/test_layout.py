@@ -143,12 +143,6 @@ def test_refused_pairs_show_both_sides(src: PageLayout, dst: PageLayout, words: 
     assert dst.describe() in str(error.value)
 
 
-def test_a_shard_needs_a_start_that_fits() -> None:
-    check_convertible(BF16, FP8.with_heads(1), head_start=2)
-    with pytest.raises(LayoutError, match="head_start 3"):
-        check_convertible(BF16, FP8.with_heads(1), head_start=3)
-
-
 def test_binding_is_checked() -> None:
     with pytest.raises(ValueError, match="ticket_hash"):
         SealBinding(-1, 0)

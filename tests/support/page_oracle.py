@@ -94,28 +94,28 @@ def _grid(layout: PageLayout, heads: int) -> tuple[Array, ...]:
     return tuple(np.meshgrid(*map(np.arange, (heads, 2, layout.head_dim)), indexing="ij"))
 
 
-def read_token(cache: Array, layout: PageLayout, block: int, token: int, head_start: int, heads: int) -> Array:
+def read_token(cache: Array, layout: PageLayout, block: int, token: int, heads: int) -> Array:
     """[heads, 2, D] bit patterns (or the latent row) of one token of a logical cache array (bits, `cache_shape`)."""
     if layout.order.is_latent:
         return cache[block, token]
     h, kv, d = _grid(layout, heads)
     if layout.order is PageOrder.KV_PACKED:
-        return cache[block, h + head_start, token, kv * layout.head_dim + d]
-    return cache[block].reshape(-1)[offset(layout, token, h + head_start, kv, d)]
+        return cache[block, h, token, kv * layout.head_dim + d]
+    return cache[block].reshape(-1)[offset(layout, token, h, kv, d)]
 
 
-def write_token(cache: Array, layout: PageLayout, block: int, token: int, head_start: int, rows: Array) -> None:
+def write_token(cache: Array, layout: PageLayout, block: int, token: int, rows: Array) -> None:
     if layout.order.is_latent:
         cache[block, token] = rows
         return
     h, kv, d = _grid(layout, rows.shape[0])
     if layout.order is PageOrder.KV_PACKED:
-        cache[block, h + head_start, token, kv * layout.head_dim + d] = rows
+        cache[block, h, token, kv * layout.head_dim + d] = rows
     else:
-        cache[block].reshape(-1)[offset(layout, token, h + head_start, kv, d)] = rows
+        cache[block].reshape(-1)[offset(layout, token, h, kv, d)] = rows
 
 
-def seal(caches: list[Array], src: PageLayout, wire: PageLayout, ids: list[int], n: int, head_start: int = 0) -> Array:
+def seal(caches: list[Array], src: PageLayout, wire: PageLayout, ids: list[int], n: int) -> Array:
     """uint8 [n, page_bytes]. caches: bit patterns, uint16 or uint8."""
     kind = np.uint16 if wire.dtype is PageDtype.BF16 else np.uint8
     pages = np.zeros((n, wire.num_layers, wire.layer_page_bytes), dtype=np.uint8)
@@ -127,10 +127,8 @@ def seal(caches: list[Array], src: PageLayout, wire: PageLayout, ids: list[int],
                 at = page * wire.page_tokens + token
                 if at >= len(ids) * src.page_tokens:
                     break
-                rows = read_token(
-                    cache, src, ids[at // src.page_tokens], at % src.page_tokens, head_start, wire.num_kv_heads
-                )
-                write_token(block, wire, 0, token, 0, _convert(rows, src, wire, layer))
+                rows = read_token(cache, src, ids[at // src.page_tokens], at % src.page_tokens, wire.num_kv_heads)
+                write_token(block, wire, 0, token, _convert(rows, src, wire, layer))
             pages[page, layer] = np.frombuffer(block.tobytes(), dtype=np.uint8)
     return pages.reshape(n, -1)
 
@@ -153,7 +151,6 @@ def open_into(
     pages: Array,
     ids: list[int],
     good: Array,
-    head_start: int = 0,
 ) -> None:
     kind = np.uint16 if wire.dtype is PageDtype.BF16 else np.uint8
     for page in np.flatnonzero(good):
@@ -164,8 +161,8 @@ def open_into(
                 at = page * wire.page_tokens + token
                 if at >= len(ids) * dst.page_tokens:
                     break
-                rows = read_token(block, wire, 0, token, 0, wire.num_kv_heads)
-                write_token(cache, dst, ids[at // dst.page_tokens], at % dst.page_tokens, head_start, rows)
+                rows = read_token(block, wire, 0, token, wire.num_kv_heads)
+                write_token(cache, dst, ids[at // dst.page_tokens], at % dst.page_tokens, rows)
 
 
 def mix(x: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from actors.engine.integrity.ledger import FreeAnswer, Ledger
+from actors.engine.vllm_patches import replace
 
 logger = logging.getLogger("pageferry.integrity")
 
@@ -38,22 +39,13 @@ class BlockPoolHooks:
         self._scrub_at = 1
         self._quarantine_max = max(1, int(QUARANTINED_SHARE_MAX * ledger.num_pages))
         self.blind_to: set[int] = set()  # pages that fault injection takes past the screen below
-        self.hook()
-
-    def hook(self) -> None:
-        pool, manager = self.pool, self._manager
+        pool = self.pool
         self._chained, pool.metrics_collector = pool.metrics_collector, self
-        self._pool_get, pool.get_new_blocks = pool.get_new_blocks, self.get_new_blocks
-        self.pool_free, pool.free_blocks = pool.free_blocks, self.free_blocks
-        self._pool_cache, pool.cache_full_blocks = pool.cache_full_blocks, self.cache_full_blocks
-        self._manager_free, manager.free = manager.free, self.manager_free
-        self._manager_pop, manager.pop_blocks_for_free = manager.pop_blocks_for_free, self.manager_pop
-
-    def unhook(self) -> None:
-        """The pool and the manager as vLLM made them; for measuring what the hooks cost."""
-        self.pool.metrics_collector = self._chained
-        del self.pool.get_new_blocks, self.pool.free_blocks, self.pool.cache_full_blocks
-        del self._manager.free, self._manager.pop_blocks_for_free
+        self._pool_get = replace(pool, "get_new_blocks", self.get_new_blocks)
+        self.pool_free = replace(pool, "free_blocks", self.free_blocks)
+        self._pool_cache = replace(pool, "cache_full_blocks", self.cache_full_blocks)
+        self._manager_free = replace(manager, "free", self.manager_free)
+        self._manager_pop = replace(manager, "pop_blocks_for_free", self.manager_pop)
 
     # -- vLLM's metrics collector interface
 

@@ -154,11 +154,6 @@ class Ledger:
     def in_doubt(self, page: int) -> bool:
         return page in self._doubt
 
-    def is_quarantined(self, page: int) -> bool:
-        return page in self._withheld
-
-    # -- lives and claims
-
     def allocated(self, page: int) -> int:
         """The pool hands the page out: a new life. Returns its tag."""
         if self._num_claims[page]:

@@ -30,8 +30,7 @@ class _Judging:
         tracker: CheckTracker = self.connector.scheduler.tracker
         connector_output = model_runner_output.kv_connector_output
         proof = connector_output.kv_connector_worker_meta if connector_output else None
-        # Not enabled: paused, for measuring.
-        mismatches = tracker.judge(scheduler_output.num_scheduled_tokens, proof) if tracker.enabled else []
+        mismatches = tracker.judge(scheduler_output.num_scheduled_tokens, proof)
         ended = _end(self, tracker, mismatches) if mismatches else []
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         for request in ended:

@@ -333,16 +333,6 @@ class CheckTracker:
         self._untold.clear()
         return taken
 
-    def pause(self) -> None:
-        """Hands off the pool, with no request alive: what `NoTracker` would be; for measuring."""
-        self.guard.unhook()
-
-    def resume(self) -> None:
-        """After `pause`, with no request alive: every page begins a new life, whatever happened to it meanwhile."""
-        self.guard.hook()
-        for page in range(1, self.ledger.num_pages):
-            self._on_life(page, self.ledger.allocated(page))
-
     def lift_quarantine(self) -> int:
         """Gives all quarantined pages back to the pool; only when no request is alive. Returns how many."""
         if self.ledger.requests():

@@ -27,9 +27,11 @@ async def measure(
     model: str, scenarios: list[str], concurrencies: list[int], minutes: float, seed: int, keep: Any
 ) -> dict[str, Any]:
     """Pairs go to `keep` one by one. Returns what the check itself says of its cost."""
-    pair = await EnginePair.start(spec_for(model))
+    pairs: dict[bool, EnginePair] = {}
     try:
-        bench = Bench(pair, seed)
+        for on in (True, False):
+            pairs[on] = await EnginePair.start(spec_for(model, on))
+        bench = Bench(pairs, seed)
         for concurrency in concurrencies:  # every shape once before anything counts
             await bench.measure(scenarios[0], concurrency)
         until = time.monotonic() + 60 * minutes
@@ -37,15 +39,16 @@ async def measure(
             for scenario in scenarios:
                 for concurrency in concurrencies:
                     keep(await bench.measure(scenario, concurrency))
-        workers = (await pair.decode.audit())["workers"]
-        scheduler = (await pair.decode.audit())["scheduler"]["counters"]
+        audit = await pairs[True].decode.audit()
+        workers, scheduler = audit["workers"], audit["scheduler"]["counters"]
         return {
             "check_us": round(workers[0]["check_ns"] / max(1, workers[0]["checks"]) / 1e3, 1),
             "checks": workers[0]["checks"],
             "steps_unproven": scheduler.get("integrity_steps_unproven", 0),
         }
     finally:
-        await pair.close()
+        for pair in pairs.values():
+            await pair.close()
 
 
 def no_op_alone(batch: int = 16) -> dict[str, Any]:

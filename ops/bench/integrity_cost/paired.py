@@ -1,7 +1,7 @@
-"""Bursts of decoding with integrity on and off in turn, in one running engine pair.
+"""Bursts of decoding with integrity on and off in turn, each on an engine pair of its own; both run side by side.
 
-One engine with a switch, not two engines: two processes of the same build differ by more than what is to be measured.
-Off is what `integrity.mode: off` and `seals: off` run: the no-op tracker, no check, vLLM's own pool methods.
+Two processes of one build differ a little for as long as they live, so a measurement is made of several runs of this
+program: each starts its engines anew. Off is `integrity.mode: off` and `seals: off`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pair:
         return cls(tree["scenario"], tree["concurrency"], Burst(**tree["on"]), Burst(**tree["off"]))
 
 
-def spec_for(model: str) -> ClusterSpec:
+def spec_for(model: str, on: bool) -> ClusterSpec:
     pool = {
         "block_tokens": BLOCK_TOKENS,
         "kv_cache_gib": 1,
@@ -64,54 +64,47 @@ def spec_for(model: str) -> ClusterSpec:
                 "decode": {**pool, "kv_dtype": "fp8_e4m3"},
             },
             "transfer": {"staging_bytes_max": 256 << 20},
-            "integrity": {"mode": "check", "seals": "full"},
+            "integrity": {"mode": "check", "seals": "full"} if on else {"mode": "off", "seals": "off"},
         }
     )
 
 
 class Bench:
-    def __init__(self, pair: EnginePair, seed: int) -> None:
-        self.pair = pair
+    """`pairs`: with integrity on (True) and off (False)."""
+
+    def __init__(self, pairs: dict[bool, EnginePair], seed: int) -> None:
+        self.pairs = pairs
         self.rng = random.Random(seed)
         words = random.Random(1)
         self.prompts = [[words.randrange(1000, 20000) for _ in range(PROMPT_TOKENS)] for _ in range(max(TOKENS))]
 
-    async def switch(self, on: bool) -> None:
-        for host in (self.pair.prefill, self.pair.decode):
-            assert host is not None
-            for _ in range(100):
-                if await host.core.call_utility_async("pageferry_integrity_switch", on):
-                    break
-                await asyncio.sleep(0.02)
-            else:
-                raise RuntimeError("the engine did not become idle")
-            await host.core.collective_rpc_async("pageferry_integrity_switch", args=(on, "full" if on else "off"))
-
-    async def _one(self, prompt: list[int], num_tokens: int, hand_over: bool, times: list[float]) -> None:
+    async def _one(
+        self, pair: EnginePair, prompt: list[int], num_tokens: int, hand_over: bool, times: list[float]
+    ) -> None:
         from vllm.sampling_params import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         request_id = uuid.uuid4().hex
         times.append(time.perf_counter())
         if hand_over:
-            ticket = self.pair.ticket(request_id, len(prompt))
-            over, _ = await self.pair.seal(ticket, prompt)
+            ticket = pair.ticket(request_id, len(prompt))
+            over, _ = await pair.seal(ticket, prompt)
             # A salt of its own: every page is opened, none is found in decode's prefix cache.
-            stream = self.pair.stream(request_id, prompt, params, ticket, over, request_id)
+            stream = pair.stream(request_id, prompt, params, ticket, over, request_id)
         else:
-            stream = self.pair.stream(request_id, prompt, params, self.pair.alone(request_id), None)
+            stream = pair.stream(request_id, prompt, params, pair.alone(request_id), None)
         async for output in stream:
             if output.new_token_ids:
                 times.append(time.perf_counter())  # noqa: PERF401
 
     async def burst(self, concurrency: int, hand_over: bool, on: bool) -> Burst:
-        await self.switch(on)
-        await self._one(self.prompts[0], 2, False, [])  # the first step after the switch tells the worker everything
+        pair = self.pairs[on]
+        await self._one(pair, self.prompts[0], 2, False, [])
         num_tokens = TOKENS[concurrency]
         times: list[list[float]] = [[] for _ in range(concurrency)]
         began = time.perf_counter()
         await asyncio.gather(
-            *(self._one(p, num_tokens, hand_over, t) for p, t in zip(self.prompts[:concurrency], times))
+            *(self._one(pair, p, num_tokens, hand_over, t) for p, t in zip(self.prompts[:concurrency], times))
         )
         elapsed = time.perf_counter() - began
         gaps = [later - earlier for t in times for earlier, later in itertools.pairwise(t[1:])]

@@ -37,10 +37,10 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == "triton.backends":
             self.loader.exec_module(module)
-            module.backends["cpu"] = _Backend  # type: ignore[attr-defined]
+            module.backends["cpu"] = _Backend
             return
         self.loader.exec_module(module)
-        platform = module.CpuPlatform  # type: ignore[attr-defined]
+        platform = module.CpuPlatform
         check = platform.check_and_update_config.__func__
 
         def keep_async(cls: Any, config: Any) -> None:

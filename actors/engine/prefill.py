@@ -1,0 +1,99 @@
+"""What a prefill replica does with a request: leases staging, computes the prompt, seals its pages."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from actors.engine.in_flight import InFlight, PrefillRefused
+from actors.engine.orders import SealParams, to_params
+from actors.engine.server import EngineServer
+from actors.messages import Lease, PrefillDone, ReplicaEventKind, Role, Ticket
+from kernels.layout import PageLayout
+
+
+class PrefillServer(EngineServer):
+    role = Role.PREFILL
+
+    async def prefill(self, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
+        """Computes the ticket's prompt and seals its pages into staging. Cancelling the call aborts both."""
+        await self.start()
+        began = time.monotonic()
+        request = self._decoder.decode(frames)
+        num_tokens = len(request.prompt_token_ids)
+        wire = PageLayout.from_dict(ticket.wire_layout)
+        num_bytes = len(self.engines) * -(-num_tokens // wire.page_tokens) * wire.page_bytes
+        wait_s = ticket.deadline_s / 2 or 5.0
+        key = (ticket.ticket_id, ticket.attempt)
+        try:
+            lease: Lease | None = await self._transfer.ask(
+                "lease", *key, num_bytes, self.engines, wait_s, timeout_s=wait_s + 1.0
+            )
+        except BaseException:  # it may still be granted, to nobody
+            self._background(self._transfer.tell("drop_writer", *key, self.engines))
+            raise
+        if lease is None:
+            raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
+        order = SealParams(
+            ticket_id=ticket.ticket_id,
+            attempt=ticket.attempt,
+            num_tokens=num_tokens,
+            wire_layout=ticket.wire_layout,
+            lease=lease,
+        )
+        request.request_id = f"{ticket.request_id}.{ticket.attempt}"
+        assert request.sampling_params.max_tokens == 1, "prefill computes the prompt and one token"
+        request.sampling_params.extra_args = {"kv_transfer_params": to_params(order)}
+        live = InFlight(ticket, ticket.frontend_id, done=asyncio.get_running_loop().create_future())
+        self._live[request.request_id] = live
+        assert live.done is not None
+        try:
+            await self.core.add_request_async(request)
+            live.in_engine = True
+            self._event(ReplicaEventKind.PREFILL_STARTED, live, ticket.request_id)
+            output, outputs = await live.done
+        except asyncio.CancelledError:
+            if live.in_engine:
+                await asyncio.shield(self._abort([request.request_id]))
+                # The worker half reports WriterDone once the engine has let go; then the bytes are given back.
+                await asyncio.shield(self._transfer.tell("release", [key]))
+            else:
+                await asyncio.shield(self._transfer.tell("drop_writer", *key, self.engines))
+            raise
+        except Exception:  # the engine is gone or hangs: the bytes are free when it cannot touch them any more
+            await self._transfer.tell("release", [key])
+            raise
+        finally:
+            self._live.pop(request.request_id, None)
+            self._event(ReplicaEventKind.RELEASED, live, ticket.request_id)
+        if str(output.finish_reason) not in ("length", "stop"):
+            await self._transfer.tell("release", [key])
+            raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
+        stats = output.prefill_stats
+        if stats is not None:
+            self._event(ReplicaEventKind.PROMPT_COMPUTED, live, ticket.request_id, num_tokens=stats.num_cached_tokens)
+        if str(output.finish_reason) == "length" and num_tokens + 1 < self.config.model_config.max_model_len:
+            output.finish_reason = None  # this engine was asked for one token; for its client the request goes on
+        return PrefillDone(
+            ticket_id=ticket.ticket_id,
+            attempt=ticket.attempt,
+            num_tokens=num_tokens,
+            num_cached_tokens=stats.num_cached_tokens if stats else 0,
+            seconds=time.monotonic() - began,
+            output=self._encode(outputs, [output]),
+        )
+
+    async def abort(self, ticket_ids: list[int]) -> None:
+        gone = set(ticket_ids)
+        await self._abort([r for r, live in self._live.items() if live.ticket.ticket_id in gone])
+
+    def _on_outputs(self, outputs: Any) -> None:
+        for output in outputs.outputs:
+            live = self._live.get(output.request_id)
+            if live is None or live.done is None:
+                continue
+            live.started = True
+            self._condemn(output, live)
+            if output.finish_reason is not None and not live.done.done():
+                live.done.set_result((output, outputs))
