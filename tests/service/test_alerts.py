@@ -221,7 +221,8 @@ def test_logs_are_json_and_hold_the_request_and_no_prompt(watched: Watched) -> N
     assert {"admit", "prefill", "submit", "first_token"} <= plain["phases"].keys() and len(plain["replicas"]) == 2
     victim = next(fields for name, fields in ended.items() if "victim" in name)
     assert victim["outcome"] == "failed" and victim["status"] == 500
-    assert lines(watched, "pageferry_controller_*.log") and lines(watched, "pageferry_transfer_*.log")
+    assert any("joined" in each["message"] for each in lines(watched, "pageferry_controller_*.log"))
+    lines(watched, "pageferry_transfer_*.log")  # is there; the actor has nothing to say while all is well
     assert any("engine" in each["message"] for each in lines(watched, "replica_pageferry_Decode_*.log"))
     for file in watched.logs.iterdir():
         if file.is_file():
