@@ -118,7 +118,9 @@ POOLS = Dashboard(
             "Replicas",
             [
                 Query(now("replicas", "pool"), "{{pool}} ready"),
-                Query(now("pool_target", "pool"), "{{pool}} target"),
+                Query(now("pool_target", "pool"), "{{pool}} wanted"),
+                Query(now("replicas_starting", "pool"), "{{pool}} starting"),
+                Query(now("replicas_unplaced", "pool"), "{{pool}} without room"),
             ],
             "Replicas that take tickets, and how many the controller wants",
         ),
