@@ -1,32 +1,27 @@
-"""The Python client: sync and async, over HTTP or over a Ray Serve handle, with streaming, cancellation, typed results.
+"""The Python client: the `openai` client over HTTP or over a Ray Serve handle, with shorter calls and typed errors.
 
     from app.client import Client
     with Client("http://127.0.0.1:8000") as client:
         print(client.chat("Name three fruits.", max_tokens=40).text)
         for delta in client.stream_chat("Count to ten."):
             print(delta.text, end="")
+        client.openai.embeddings.create(...)  # the whole API, typed
 
 A stream is a context manager too: leaving its `with` block before the end, or `close`, cancels the request on the
-service. Options of a call are fields of the OpenAI API and are passed on as they are.
+service. Options of a call are fields of the OpenAI API, or of vLLM's, and are passed on as they are.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    AsyncExitStack,
-    ExitStack,
-    asynccontextmanager,
-    contextmanager,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
-from app.client.serve_handle import AsyncTransport, Reply, Transport, async_transport, transport
+import httpx2
+import openai
+
+from app.client.serve_handle import AsyncHandleTransport, HandleTransport
 from app.request.state import PAGE_INTEGRITY_ERROR
 
 Messages = str | list[dict[str, Any]]
@@ -48,9 +43,25 @@ class PageIntegrityError(ServiceError):
     """A page of the request's KV cache was not its own. What had been streamed until then is right; send it again."""
 
 
-def _error(status: int, message: str, retry_after_s: float | None, kind: str) -> ServiceError:
+def _service_error(status: int, error: Any, headers: httpx2.Headers) -> ServiceError:
+    fields = error if isinstance(error, dict) else {"message": str(error)}
+    kind, wait = str(fields.get("type") or ""), headers.get("retry-after")
     made = PageIntegrityError if kind == PAGE_INTEGRITY_ERROR else ServiceError
-    return made(status, message, retry_after_s, kind)
+    return made(status, str(fields.get("message") or "it failed"), float(wait) if wait else None, kind)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """`ServiceError` for what the service says; a connection that fails or times out stays openai's error."""
+    try:
+        yield
+    except openai.APIStatusError as error:
+        raise _service_error(error.status_code, error.body or error.message, error.response.headers) from error
+    except openai.APIConnectionError:
+        raise
+    except openai.APIError as error:  # in a stream that had begun
+        body = error.body if isinstance(error.body, dict) else {"message": error.message}
+        raise _service_error(int(body.get("code") or 500), body, httpx2.Headers()) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,96 +107,54 @@ class Delta:
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
-# -- what both clients share: bodies and parsing
-
-
-def _chat_body(model: str, messages: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
-    turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return {"model": model, "messages": turns, **options}
-
-
-def _prompt_body(model: str, prompt: Prompt, options: Mapping[str, Any]) -> dict[str, Any]:
-    return {"model": model, "prompt": prompt, **options}
-
-
-def _usage(raw: dict[str, Any] | None) -> Usage | None:
-    if not raw:
+def _usage(raw: dict[str, Any]) -> Usage | None:
+    if not (usage := raw.get("usage")):
         return None
-    details = raw.get("prompt_tokens_details") or {}
-    return Usage(raw.get("prompt_tokens", 0), raw.get("completion_tokens", 0), details.get("cached_tokens"))
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0), details.get("cached_tokens"))
 
 
-def _completion(raw: dict[str, Any]) -> Completion:
+def _completion(answer: Any) -> Completion:
+    raw = answer.model_dump(exclude_unset=True)
     choices = []
     for choice in raw["choices"]:
         message = choice.get("message") or {}
-        text = message.get("content") if message else choice.get("text")
         choices.append(
             Choice(
                 choice["index"],
-                text or "",
+                (message.get("content") if message else choice.get("text")) or "",
                 choice.get("finish_reason"),
                 choice.get("stop_reason"),
                 choice.get("logprobs"),
                 tuple(message.get("tool_calls") or ()),
             )
         )
-    return Completion(raw["id"], raw["model"], tuple(choices), _usage(raw.get("usage")) or Usage(), raw)
+    return Completion(raw["id"], raw["model"], tuple(choices), _usage(raw) or Usage(), raw)
 
 
-def _deltas(event: bytes) -> Iterator[Delta]:
-    raw = json.loads(event)
-    if "error" in raw:
-        error = raw["error"]
-        message = error.get("message", "the stream failed")
-        raise _error(int(error.get("code") or 500), message, None, str(error.get("type") or ""))
-    usage = _usage(raw.get("usage"))
-    for choice in raw.get("choices", ()):
+def _deltas(chunk: Any) -> Iterator[Delta]:
+    raw = chunk.model_dump(exclude_unset=True)
+    usage = _usage(raw)
+    for choice in raw.get("choices") or ():
         text = (choice.get("delta") or {}).get("content") if "delta" in choice else choice.get("text")
         yield Delta(choice["index"], text or "", choice.get("finish_reason"), usage, raw)
     if not raw.get("choices") and usage is not None:
         yield Delta(-1, "", None, usage, raw)
 
 
-class _Lines:
-    """Cuts chunks of an event stream into the data of its events; None at its end mark."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, chunk: bytes) -> Iterator[bytes | None]:
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: "):
-                data = line.removeprefix(b"data: ").strip()
-                yield None if data == b"[DONE]" else data
-
-
-def _raise_for(reply: Reply, body: bytes) -> None:
-    if reply.status < 400:
-        return
-    kind = ""
-    try:
-        error = json.loads(body)["error"]
-        message = error["message"] if isinstance(error, dict) else str(error)
-        kind = str(error.get("type") or "") if isinstance(error, dict) else ""
-    except (ValueError, KeyError, TypeError):
-        message = body.decode(errors="replace")[:500]
-    retry_after = reply.headers.get("retry-after")
-    raise _error(reply.status, message, float(retry_after) if retry_after else None, kind)
-
-
 class DeltaStream:
-    """Deltas as they come: iterate over it, or over what `with` gives. The request is sent when either begins."""
+    """Deltas as they come. The request is sent when the first is asked for, or a `with` block is entered."""
 
-    def __init__(self, deltas: AbstractContextManager[Iterator[Delta]]) -> None:
-        self._context = deltas
-        self._stack = ExitStack()
-        self._deltas: Iterator[Delta] | None = None
+    def __init__(self, start: Callable[[], openai.Stream[Any]]) -> None:
+        self._start = start
+        self._stream: openai.Stream[Any] | None = None
+        self._deltas: Iterator[Delta] = iter(())
 
     def __enter__(self) -> Self:
-        if self._deltas is None:
-            self._deltas = self._stack.enter_context(self._context)
+        if self._stream is None:
+            with _errors():
+                self._stream = stream = self._start()
+            self._deltas = (delta for chunk in stream for delta in _deltas(chunk))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,30 +164,33 @@ class DeltaStream:
         return self
 
     def __next__(self) -> Delta:
-        deltas = self.__enter__()._deltas
-        assert deltas is not None
+        self.__enter__()
         try:
-            return next(deltas)
+            with _errors():
+                return next(self._deltas)
         except BaseException:  # its end, or an error: nothing comes after either
             self.close()
             raise
 
     def close(self) -> None:
         """Cancels the request unless it has ended."""
-        self._stack.close()
+        if self._stream is not None:
+            self._stream.close()
 
 
 class AsyncDeltaStream:
     """As `DeltaStream`, with `async for` and `async with`."""
 
-    def __init__(self, deltas: AbstractAsyncContextManager[AsyncIterator[Delta]]) -> None:
-        self._context = deltas
-        self._stack = AsyncExitStack()
-        self._deltas: AsyncIterator[Delta] | None = None
+    def __init__(self, start: Callable[[], Awaitable[openai.AsyncStream[Any]]]) -> None:
+        self._start = start
+        self._stream: openai.AsyncStream[Any] | None = None
+        self._deltas: AsyncIterator[Delta]
 
     async def __aenter__(self) -> Self:
-        if self._deltas is None:
-            self._deltas = await self._stack.enter_async_context(self._context)
+        if self._stream is None:
+            with _errors():
+                self._stream = stream = await self._start()
+            self._deltas = (delta async for chunk in stream for delta in _deltas(chunk))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -228,168 +200,151 @@ class AsyncDeltaStream:
         return self
 
     async def __anext__(self) -> Delta:
-        deltas = (await self.__aenter__())._deltas
-        assert deltas is not None
+        await self.__aenter__()
         try:
-            return await anext(deltas)
+            with _errors():
+                return await anext(self._deltas)
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
-        await self._stack.aclose()
+        if self._stream is not None:
+            await self._stream.close()
 
 
-class _Named:
-    """The model's name: given, or asked for once."""
-
-    def __init__(self, model: str | None) -> None:
-        self._model = model
-
-    @staticmethod
-    def _first_model(body: dict[str, Any]) -> str:
-        return str(body["data"][0]["id"])
+def _turns(messages: Messages) -> Any:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
-# -- sync
+def _url(target: Any) -> str:
+    return target.rstrip("/") if isinstance(target, str) else "http://service"
 
 
-class Client(_Named):
+def _json(reply: httpx2.Response) -> dict[str, Any]:
+    if reply.status_code >= 400:
+        try:
+            error = reply.json()["error"]
+        except (ValueError, KeyError, TypeError):
+            error = reply.text[:500]
+        raise _service_error(reply.status_code, error, reply.headers)
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+class Client:
     """`target`: the service's URL, or a Serve handle of its ingress (`serve.get_app_handle("pageferry")`)."""
 
     def __init__(self, target: Any, *, model: str | None = None, api_key: str | None = None, timeout_s: float = 600.0):
-        super().__init__(model)
-        self._transport: Transport = transport(target, api_key, timeout_s)
+        transport = None if isinstance(target, str) else HandleTransport(target)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx2.Client(base_url=_url(target), transport=transport, headers=headers, timeout=timeout_s)
+        self.openai = openai.OpenAI(
+            base_url=f"{_url(target)}/v1", api_key=api_key or "none", http_client=self.http, max_retries=0
+        )
+        self._model = model
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        self._transport.close()
+        self.http.close()
 
     @property
     def model(self) -> str:
+        """Given, or asked for once."""
         if self._model is None:
-            self._model = self._first_model(self.request("GET", "/v1/models"))
+            with _errors():
+                self._model = self.openai.models.list().data[0].id
         return self._model
 
     def chat(self, messages: Messages, **options: Any) -> Completion:
-        return _completion(self.request("POST", "/v1/chat/completions", _chat_body(self.model, messages, options)))
+        with _errors():
+            create = self.openai.chat.completions.create
+            return _completion(create(model=self.model, messages=_turns(messages), extra_body=options))
 
     def complete(self, prompt: Prompt, **options: Any) -> Completion:
-        return _completion(self.request("POST", "/v1/completions", _prompt_body(self.model, prompt, options)))
+        with _errors():
+            return _completion(self.openai.completions.create(model=self.model, prompt=prompt, extra_body=options))
 
     def stream_chat(self, messages: Messages, **options: Any) -> DeltaStream:
-        return DeltaStream(self._stream("/v1/chat/completions", _chat_body(self.model, messages, options)))
+        create: Any = self.openai.chat.completions.create
+        return DeltaStream(lambda: create(model=self.model, messages=_turns(messages), stream=True, extra_body=options))
 
     def stream_complete(self, prompt: Prompt, **options: Any) -> DeltaStream:
-        return DeltaStream(self._stream("/v1/completions", _prompt_body(self.model, prompt, options)))
+        create: Any = self.openai.completions.create
+        return DeltaStream(lambda: create(model=self.model, prompt=prompt, stream=True, extra_body=options))
 
     def status(self) -> dict[str, Any]:
         return self.request("GET", "/status")
 
     def healthy(self) -> bool:
-        with self._transport.open("GET", "/health", None) as (reply, _):
-            return reply.status == 200
+        return self.http.get("/health").status_code == 200
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Any route of the service; raises `ServiceError` for a status of 400 and above."""
-        with self._transport.open(method, path, body) as (reply, chunks):
-            content = b"".join(chunks)
-        _raise_for(reply, content)
-        found: dict[str, Any] = json.loads(content)
-        return found
-
-    @contextmanager
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[Iterator[Delta]]:
-        with self._transport.open("POST", path, {**body, "stream": True}) as (reply, chunks):
-            if reply.status >= 400:
-                _raise_for(reply, b"".join(chunks))
-            yield self._read(chunks)
-
-    @staticmethod
-    def _read(chunks: Iterator[bytes]) -> Iterator[Delta]:
-        lines = _Lines()
-        for chunk in chunks:
-            for event in lines.feed(chunk):
-                if event is None:
-                    return
-                yield from _deltas(event)
+        return _json(self.http.request(method, path, json=body))
 
 
-# -- async
-
-
-class AsyncClient(_Named):
+class AsyncClient:
     """The same calls with `await`; streams with `async for` or `async with`."""
 
     def __init__(self, target: Any, *, model: str | None = None, api_key: str | None = None, timeout_s: float = 600.0):
-        super().__init__(model)
-        self._transport: AsyncTransport = async_transport(target, api_key, timeout_s)
+        transport = None if isinstance(target, str) else AsyncHandleTransport(target)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx2.AsyncClient(base_url=_url(target), transport=transport, headers=headers, timeout=timeout_s)
+        self.openai = openai.AsyncOpenAI(
+            base_url=f"{_url(target)}/v1", api_key=api_key or "none", http_client=self.http, max_retries=0
+        )
+        self._model = model
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        await self._transport.close()
+        await self.http.aclose()
 
     async def model(self) -> str:
         if self._model is None:
-            self._model = self._first_model(await self.request("GET", "/v1/models"))
+            with _errors():
+                self._model = (await self.openai.models.list()).data[0].id
         return self._model
 
     async def chat(self, messages: Messages, **options: Any) -> Completion:
-        body = _chat_body(await self.model(), messages, options)
-        return _completion(await self.request("POST", "/v1/chat/completions", body))
+        with _errors():
+            create = self.openai.chat.completions.create
+            return _completion(await create(model=await self.model(), messages=_turns(messages), extra_body=options))
 
     async def complete(self, prompt: Prompt, **options: Any) -> Completion:
-        body = _prompt_body(await self.model(), prompt, options)
-        return _completion(await self.request("POST", "/v1/completions", body))
+        with _errors():
+            create = self.openai.completions.create
+            return _completion(await create(model=await self.model(), prompt=prompt, extra_body=options))
 
     def stream_chat(self, messages: Messages, **options: Any) -> AsyncDeltaStream:
-        return AsyncDeltaStream(self._stream("/v1/chat/completions", lambda m: _chat_body(m, messages, options)))
+        async def start() -> Any:
+            create: Any = self.openai.chat.completions.create
+            return await create(model=await self.model(), messages=_turns(messages), stream=True, extra_body=options)
+
+        return AsyncDeltaStream(start)
 
     def stream_complete(self, prompt: Prompt, **options: Any) -> AsyncDeltaStream:
-        return AsyncDeltaStream(self._stream("/v1/completions", lambda m: _prompt_body(m, prompt, options)))
+        async def start() -> Any:
+            create: Any = self.openai.completions.create
+            return await create(model=await self.model(), prompt=prompt, stream=True, extra_body=options)
+
+        return AsyncDeltaStream(start)
 
     async def status(self) -> dict[str, Any]:
         return await self.request("GET", "/status")
 
     async def healthy(self) -> bool:
-        async with self._transport.open("GET", "/health", None) as (reply, _):
-            return reply.status == 200
+        return (await self.http.get("/health")).status_code == 200
 
     async def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with self._transport.open(method, path, body) as (reply, chunks):
-            content = b"".join([chunk async for chunk in chunks])
-        _raise_for(reply, content)
-        found: dict[str, Any] = json.loads(content)
-        return found
-
-    @asynccontextmanager
-    async def _stream(self, path: str, body: Callable[[str], dict[str, Any]]) -> AsyncIterator[AsyncIterator[Delta]]:
-        streamed = {**body(await self.model()), "stream": True}
-        async with self._transport.open("POST", path, streamed) as (reply, chunks):
-            if reply.status >= 400:
-                _raise_for(reply, b"".join([chunk async for chunk in chunks]))
-            yield self._read(chunks)
-
-    @staticmethod
-    async def _read(chunks: AsyncIterator[bytes]) -> AsyncIterator[Delta]:
-        lines = _Lines()
-        async for chunk in chunks:
-            for event in lines.feed(chunk):
-                if event is None:
-                    return
-                for delta in _deltas(event):
-                    yield delta
+        return _json(await self.http.request(method, path, json=body))

@@ -1,118 +1,59 @@
-"""How the Python client reaches the service: HTTP, or a Serve handle of the ingress. One request, one reply, chunks."""
+"""httpx2 transports over a Serve handle of the ingress: one request is one call of `Frontend.http`.
+
+Its first item is `(status, headers)`, its others are the body. Closing the response cancels the request.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import httpx
+import httpx2
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Status and lower-case headers, before the body."""
-
-    status: int
-    headers: dict[str, str] = field(default_factory=dict)
+def _call(handle: Any, request: httpx2.Request, body: bytes) -> Any:
+    path = request.url.raw_path.decode()
+    return handle.remote(request.method, path, dict(request.headers), body or None)
 
 
-class Transport(Protocol):
-    def open(
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> AbstractContextManager[tuple[Reply, Iterator[bytes]]]:
-        """Leaving the block before the body's end cancels the request."""
-        ...
+class _Body(httpx2.SyncByteStream):
+    def __init__(self, response: Any) -> None:
+        self._response = response
 
-    def close(self) -> None: ...
-
-
-class AsyncTransport(Protocol):
-    def open(
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> AbstractAsyncContextManager[tuple[Reply, AsyncIterator[bytes]]]: ...
-
-    async def close(self) -> None: ...
-
-
-def _headers(api_key: str | None) -> dict[str, str]:
-    headers = {"content-type": "application/json"}
-    return headers | {"authorization": f"Bearer {api_key}"} if api_key else headers
-
-
-def _content(body: dict[str, Any] | None) -> bytes | None:
-    return None if body is None else json.dumps(body).encode()
-
-
-class _Http:
-    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        self._client = httpx.Client(base_url=url, headers=_headers(api_key), timeout=timeout_s)
-
-    @contextmanager
-    def open(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[tuple[Reply, Iterator[bytes]]]:
-        with self._client.stream(method, path, content=_content(body)) as response:
-            yield Reply(response.status_code, dict(response.headers)), response.iter_bytes()
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._response
 
     def close(self) -> None:
-        self._client.close()
+        self._response.cancel()  # no effect on one that has ended
 
 
-class _AsyncHttp:
-    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        self._client = httpx.AsyncClient(base_url=url, headers=_headers(api_key), timeout=timeout_s)
+class _AsyncBody(httpx2.AsyncByteStream):
+    def __init__(self, response: Any) -> None:
+        self._response = response
 
-    @asynccontextmanager
-    async def open(
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> AsyncIterator[tuple[Reply, AsyncIterator[bytes]]]:
-        async with self._client.stream(method, path, content=_content(body)) as response:
-            yield Reply(response.status_code, dict(response.headers)), response.aiter_bytes()
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._response:
+            yield chunk
 
-    async def close(self) -> None:
-        await self._client.aclose()
+    async def aclose(self) -> None:
+        self._response.cancel()
 
 
-class _Handle:
-    """Calls `Frontend.http`, whose first item is status and headers and whose other items are the body."""
-
-    def __init__(self, handle: Any, api_key: str | None) -> None:
+class HandleTransport(httpx2.BaseTransport):
+    def __init__(self, handle: Any) -> None:
         self._handle = handle.options(method_name="http", stream=True)
-        self._headers = _headers(api_key)
 
-    @contextmanager
-    def open(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[tuple[Reply, Iterator[bytes]]]:
-        response = self._handle.remote(method, path, self._headers, _content(body))
-        try:
-            status, headers = next(response)
-            yield Reply(status, headers), response
-        finally:
-            response.cancel()  # no effect on one that has ended
-
-    def close(self) -> None:
-        pass
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = _call(self._handle, request, request.read())
+        status, headers = next(response)
+        return httpx2.Response(status, headers=headers, stream=_Body(response))
 
 
-class _AsyncHandle(_Handle):
-    @asynccontextmanager
-    async def open(  # type: ignore[override]
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> AsyncIterator[tuple[Reply, AsyncIterator[bytes]]]:
-        response = self._handle.remote(method, path, self._headers, _content(body))
-        try:
-            status, headers = await anext(response)
-            yield Reply(status, headers), response
-        finally:
-            response.cancel()
+class AsyncHandleTransport(httpx2.AsyncBaseTransport):
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle.options(method_name="http", stream=True)
 
-    async def close(self) -> None:  # type: ignore[override]
-        pass
-
-
-def transport(target: Any, api_key: str | None, timeout_s: float) -> Transport:
-    return _Http(target, api_key, timeout_s) if isinstance(target, str) else _Handle(target, api_key)
-
-
-def async_transport(target: Any, api_key: str | None, timeout_s: float) -> AsyncTransport:
-    return _AsyncHttp(target, api_key, timeout_s) if isinstance(target, str) else _AsyncHandle(target, api_key)
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = _call(self._handle, request, await request.aread())
+        status, headers = await anext(response)
+        return httpx2.Response(status, headers=headers, stream=_AsyncBody(response))

@@ -125,6 +125,7 @@ def test_a_typed_answer(url: str) -> None:
         assert (answer.text, answer.model) == ("1 turns", "smol")
         assert answer.usage == Usage(5, 2, 4)
         assert answer.choices[0].finish_reason == "stop"
+        assert [model.id for model in client.openai.models.list()] == ["smol"], "and the whole API, typed"
 
 
 def test_a_stream_of_deltas(url: str) -> None:

@@ -106,9 +106,8 @@ def test_health_version_metrics_models(service: Service, client: Client) -> None
     assert client.healthy()
     assert client.request("GET", "/v1/models")["data"][0]["id"] == "smollm2"
     assert "version" in client.request("GET", "/version")
-    with client._transport.open("GET", "/metrics", None) as (reply, chunks):
-        text = b"".join(chunks).decode()
-    assert reply.status == 200 and "vllm:request_success_total" in text
+    reply = client.http.get("/metrics")
+    assert reply.status_code == 200 and "vllm:request_success_total" in reply.text
 
 
 class TestOverAHandle:
