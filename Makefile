@@ -36,7 +36,7 @@ serve: setup
 # everything that a change must pass, cheap steps first
 test: setup check unit aot pytest
 
-# lint, and types of product and tests: about ten seconds when warm
+# lint, and types of product and tests
 check: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

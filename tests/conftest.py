@@ -1,6 +1,6 @@
 """Markers follow folders, so that a test cannot be in the wrong class by forgetting a decorator.
 
-`compiles` separates what waits for a compiler (numba, Triton, torch) from the rest of the pure tests: the folder
+`compiles` separates what waits for a compiler or for whole checkpoints from the rest of the pure tests: the folder
 tests/kernels, and single files that say so with `pytestmark`. A pure or simulated test fails on a warning.
 """
 

@@ -41,6 +41,7 @@ def header(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return found
 
 
+@pytest.mark.compiles  # transformers builds the models
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_shapes_and_types_are_those_of_the_checkpoint(tiny: Path, family: str) -> None:
     name, config, _ = model_config(str(tiny / family))

@@ -16,6 +16,8 @@ from ops.compress.families import choose, family_of
 from ops.compress.plan import Action, Options, Plan, make_plan
 from ops.compress.source import Checkpoint, open_checkpoint
 
+pytestmark = pytest.mark.compiles  # whole checkpoints
+
 SMALL = Geometry(layers=2, experts=2, vocab=256)
 
 

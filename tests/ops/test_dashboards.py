@@ -137,6 +137,7 @@ def type_errors(folder: Path, boards: list[dict[str, Any]]) -> str:
     return done.stdout
 
 
+@pytest.mark.compiles  # TypeScript
 def test_grafanas_types_accept_every_dashboard(grafana_types: Path) -> None:
     boards = [board.to_json() for board in DASHBOARDS]
     assert type_errors(grafana_types, boards) == ""
