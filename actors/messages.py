@@ -144,12 +144,12 @@ class Overloaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """Staging bytes held for one ticket and attempt in the shared memory of one node."""
+    """Staging bytes held for one ticket and attempt in the memory of one node."""
 
     ticket_id: TicketId
     attempt: int
     node_id: str
-    segment: str  # name of the shared memory file
+    segment: str  # which staging memory: another one in each life of the node's transfer actor, and after a resize
     offset: int
     num_bytes: int
 

@@ -161,7 +161,7 @@ class PoolsSpec(_Section):
 
 
 class TransferSpec(_Section):
-    staging_bytes_max: int = Field(default=1 << 30, ge=1 << 20, description="shared memory a node, bytes")
+    staging_bytes_max: int = Field(default=1 << 30, ge=1 << 20, description="staging memory a node, bytes")
     lease_s: float = Field(default=60.0, gt=0, description="staging is given back after this if nobody came for it")
     hand_over_s: float = Field(
         default=30.0,

@@ -294,9 +294,10 @@ class EnginePair:
     async def idle_breaches(self) -> list[str]:
         """What is left although nothing runs; empty when every page, lease and order has been given back."""
         await asyncio.sleep(0.05)
-        found = list(self.transfer.staging.breaches())
-        if len(self.transfer.staging):
-            found.append(f"{len(self.transfer.staging)} staging leases left: {[r.key for r in self.transfer.staging]}")
+        machine = self.transfer.machine
+        found = machine.violations()
+        if len(machine.staging):
+            found.append(f"{len(machine.staging)} staging leases left: {[r.key for r in machine.staging]}")
         for host in (self.prefill, self.decode):
             if host is None:
                 continue

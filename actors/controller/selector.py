@@ -309,15 +309,15 @@ class ReplicaSelector(Tracked):
             return None, 0, f"decode computes the prompt: {what} ({uncached} tokens to compute, limit {limit})"
         facts = decode.announcement
         num_bytes = demand.staging_bytes(decode)
-        if num_bytes > self._staging_bytes_max:
-            most = self._staging_bytes_max
+        most = self._staging_at(facts.node_id)
+        if num_bytes > most:
             return None, 0, f"decode computes the prompt: {num_bytes} staging bytes, staging_bytes_max is {most}"
         pool = self._pools.get((Role.PREFILL, facts.generation))
         if pool is None or not len(pool.index):
             return None, 0, "decode computes the prompt: no prefill replica is ready"
         best = self._shortest_queue(demand, pool, num_bytes)
         if best is None:
-            return None, 0, "decode computes the prompt: every prefill replica is excluded"
+            return None, 0, f"decode computes the prompt: no other prefill replica can take {num_bytes} staging bytes"
         if isinstance(best, Short):
             return best
         ahead, tokens, replica = best
@@ -342,6 +342,8 @@ class ReplicaSelector(Tracked):
             if name not in pool.index or name in request.exclude:
                 continue
             replica = self._replicas[name]
+            if num_bytes > self._staging_at(replica.announcement.node_id):
+                continue
             if not self._has_staging(replica.announcement.node_id, num_bytes):
                 is_staging_short = True
                 continue
@@ -353,11 +355,14 @@ class ReplicaSelector(Tracked):
                 best = ahead, tokens, replica
         return Short.STAGING if best is None and is_staging_short else best
 
-    def _has_staging(self, node_id: str, num_bytes: int) -> bool:
+    def _staging_at(self, node_id: str) -> int:
         """The node's own report says how much there is; before the first one, the configuration does."""
-        node, taken = self._registry.nodes.get(node_id), self._registry.staged.get(node_id, 0)
-        most = self._staging_bytes_max if node is None else node.status.bytes_max
-        return not taken or taken + num_bytes <= most
+        node = self._registry.nodes.get(node_id)
+        return self._staging_bytes_max if node is None else node.status.bytes_max
+
+    def _has_staging(self, node_id: str, num_bytes: int) -> bool:
+        taken = self._registry.staged.get(node_id, 0)
+        return not taken or taken + num_bytes <= self._staging_at(node_id)
 
 
 def _fullness(replica: Replica) -> float:

@@ -24,11 +24,11 @@ class PrefillServer(EngineServer):
         num_tokens = len(request.prompt_token_ids)
         wire = PageLayout.from_dict(ticket.wire_layout)
         num_bytes = len(self.engines) * -(-num_tokens // wire.page_tokens) * wire.page_bytes
-        wait_s = ticket.deadline_s / 2 or 5.0
+        wait_s, keep_s = ticket.deadline_s / 2 or 5.0, max(self.spec.transfer.lease_s, ticket.deadline_s)
         key = (ticket.ticket_id, ticket.attempt)
         try:
             lease: Lease | None = await self._transfer.ask(
-                "lease", *key, num_bytes, self.engines, wait_s, timeout_s=wait_s + 1.0
+                "lease", *key, num_bytes, self.engines, wait_s, keep_s, timeout_s=wait_s + 1.0
             )
         except BaseException:  # it may still be granted, to nobody
             self._background(self._transfer.tell("drop_writer", *key, self.engines))

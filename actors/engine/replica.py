@@ -56,13 +56,15 @@ class _Place:
     async def wiring(self) -> dict[str, Any]:
         node_id = ray.get_runtime_context().get_node_id()
 
+        transfer = self._spec.transfer
+
         def get_transfer() -> Any:
-            transfer = self._spec.transfer
             return transfer_shell.get_or_create(
                 node_id, transfer.staging_bytes_max, transfer.lease_s, self._application
             )
 
-        place = await get_transfer().start.remote()
+        # The actor may be there already, from before the settings were changed.
+        place = await get_transfer().start.remote(transfer.staging_bytes_max, transfer.lease_s)
         return {
             "replica_id": self._replica_id,
             "node_id": node_id,

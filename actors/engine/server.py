@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from actors.engine import engine_shm
 from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
 from actors.engine.engine_counters import EngineCounters
 from actors.engine.in_flight import InFlight, ReplicaError, Totals
@@ -91,6 +92,7 @@ class EngineServer:
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
         began = time.monotonic()
+        engine_shm.sweep()
         if self.pool.gpus_per_replica:
             import torch
 
@@ -104,6 +106,7 @@ class EngineServer:
             self.core = EngineCoreClient.make_async_mp_client(self.config, executor, log_stats=True)
         finally:
             self._life.unlink()
+        engine_shm.note(os.getpid())
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
         self.engines = [f"{self.replica_id}#{rank}" for rank in range(self.config.parallel_config.world_size)]
@@ -397,3 +400,4 @@ class EngineServer:
             task.cancel()
         self._tasks = []
         self.core.shutdown()
+        engine_shm.sweep()  # of processes that had to be killed

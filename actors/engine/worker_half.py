@@ -23,7 +23,8 @@ from actors.engine.integrity.tag_check import Check, NoCheck
 from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
 from actors.engine.orders import SealParams
 from actors.messages import Opened, Role, Verdict
-from actors.transfer.channel import ChannelError, Hello, PagesOpened, PagesSealed, Segments, WorkerLink, WriterDone
+from actors.transfer.channel import ChannelError, Hello, PagesOpened, PagesSealed, WriterDone
+from actors.transfer.link import WorkerLink
 from kernels import dispatch
 from kernels.layout import LayoutError, PageDtype, PageLayout, SealBinding, check_convertible
 
@@ -57,7 +58,6 @@ class FerryConnectorWorker:
         self.set_seals(seals)
         self._caches: list[torch.Tensor] = []
         self._wires: dict[str, PageLayout] = {}
-        self._segments = Segments()
         hello = Hello(engine=f"{replica_id}#{rank}", role=role, pid=os.getpid())
         self._link = WorkerLink(socket_path, hello)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pageferry-open")
@@ -123,8 +123,10 @@ class FerryConnectorWorker:
             try:
                 self._seal(job)
             except (LayoutError, ChannelError, ValueError, MemoryError, torch.OutOfMemoryError) as error:
-                # The ticket ends as MISSING and decode computes the prompt itself; the step goes on.
+                # The hand-over ends here and the step goes on. Later pages of the ticket must not be written: the bytes
+                # may be another ticket's by then.
                 logger.error("ticket %d: cannot seal: %s", job.order.ticket_id, error)
+                self._link.staging.revoke([(job.order.ticket_id, job.order.attempt)])
                 self._link.send(WriterDone(ticket_id=job.order.ticket_id, attempt=job.order.attempt))
         for ticket_id, attempt in metadata.abandoned:
             self._link.send(WriterDone(ticket_id=ticket_id, attempt=attempt))
@@ -132,22 +134,9 @@ class FerryConnectorWorker:
     def _seal(self, job: SealJob) -> None:
         started = time.perf_counter_ns()
         order, wire = job.order, self._wire(job.order)
-        assert self.layout is not None
-        view = self._segments.view(order.lease)
-        if view is None:
-            raise ChannelError(f"staging segment {order.lease.segment} is gone")
-        num_pages = -(-order.num_tokens // wire.page_tokens)
-        if len(view) < self.world * num_pages * wire.page_bytes:
-            raise ChannelError(
-                f"lease of {len(view)} bytes is too small for {num_pages} pages of {wire.page_bytes} bytes"
-            )
-        begin = (self.rank * num_pages + job.first_page) * wire.page_bytes
-        out = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + len(job.block_ids) * wire.page_bytes]
-        binding = SealBinding(order.ticket_id, order.attempt)
-        out = out.view(len(job.block_ids), wire.page_bytes)
-        # On the step's own stream, so that the next step may reuse the pages; the call returns when `out` is whole.
-        digests = dispatch.seal_pages(self._caches, self.layout, wire, job.block_ids, out, binding, job.first_page)
-        self.bytes_sealed += out.numel()
+        with self._link.staging.bytes_of(order.lease) as view:
+            digests = self._write_pages(job, wire, view)
+        self.bytes_sealed += len(job.block_ids) * wire.page_bytes
         self.seal_ns += time.perf_counter_ns() - started
         message = PagesSealed(
             ticket_id=order.ticket_id,
@@ -164,6 +153,24 @@ class FerryConnectorWorker:
 
     def _send_seal(self, message: PagesSealed) -> None:
         self._link.send(message)
+
+    def _write_pages(self, job: SealJob, wire: PageLayout, view: memoryview | None) -> torch.Tensor:
+        """Seals the job's pages into the lease's bytes; int64 digests, one a page."""
+        order = job.order
+        assert self.layout is not None
+        if view is None:
+            raise ChannelError(f"the staging bytes of {order.lease.segment} are not this ticket's any more")
+        num_pages = -(-order.num_tokens // wire.page_tokens)
+        if len(view) < self.world * num_pages * wire.page_bytes:
+            raise ChannelError(
+                f"lease of {len(view)} bytes is too small for {num_pages} pages of {wire.page_bytes} bytes"
+            )
+        begin = (self.rank * num_pages + job.first_page) * wire.page_bytes
+        out = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + len(job.block_ids) * wire.page_bytes]
+        binding = SealBinding(order.ticket_id, order.attempt)
+        out = out.view(len(job.block_ids), wire.page_bytes)
+        # On the step's own stream, so that the next step may reuse the pages; the call returns when `out` is whole.
+        return dispatch.seal_pages(self._caches, self.layout, wire, job.block_ids, out, binding, job.first_page)
 
     # -- decode
 
@@ -203,8 +210,13 @@ class FerryConnectorWorker:
             return {Verdict.STALE: num_pages}, 0
         if seal.layout_fingerprint != layout.fingerprint or len(seal.digests) != self.world:
             return {Verdict.WRONG_LAYOUT: num_pages}, 0
+        with self._link.staging.bytes_of(hand_over.lease) as view:
+            return self._open_view(job, view)
+
+    def _open_view(self, job: OpenJob, view: memoryview | None) -> tuple[dict[Verdict, int], int]:
+        seal, layout, num_pages = job.order.hand_over.seal, self.layout, len(job.block_ids)
+        assert layout is not None
         total = -(-seal.num_tokens // layout.page_tokens)
-        view = self._segments.view(hand_over.lease)
         if view is None or len(seal.digests[self.rank]) != total or len(view) < self.world * total * layout.page_bytes:
             return {Verdict.MISSING: num_pages}, 0
         begin = (self.rank * total + job.first_page) * layout.page_bytes

@@ -1,57 +1,36 @@
-"""The KVTransfer actor: one a node and application. Owns its staging memory and the local socket of its worker halves.
+"""The KVTransfer actor: one a node and application. Owns its staging memory and the local socket of its engines.
 
-It only carries: who may touch which bytes is `staging`, what a seal is made of is `seals`, and every decision about a
-ticket is the controller's.
+It only carries: `actors.transfer.machine` decides, and every decision about a ticket is the controller's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import os
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import ray
 
 from actors import logs
-from actors.messages import (
-    HandOver,
-    Lease,
-    LeaseLost,
-    Opened,
-    OpenedAt,
-    Sealed,
-    StagingStatus,
-    TransferEvent,
-    TransferReport,
-    Verdict,
-)
-from actors.transfer.channel import (
-    ChannelError,
-    Hello,
-    PagesOpened,
-    PagesSealed,
-    WorkerMessage,
-    WriterDone,
-    create_segment,
-    decode_body,
-    frame_length,
-)
-from actors.transfer.seals import SealCollector
-from actors.transfer.staging import Key, Region, Staging
+from actors.messages import HandOver, Lease, StagingStatus, TransferReport, Verdict
+from actors.transfer import events as ev
+from actors.transfer.channel import Offer
+from actors.transfer.fetch import PIECE_BYTES, Bytes, fetch
+from actors.transfer.link_server import LinkServer
+from actors.transfer.machine import TransferMachine
+from actors.transfer.memory import MemoryRefused, StagingMemory, socket_path
+from actors.transfer.staging import Key, Staging, StagingError
 from cluster.names import NAMESPACE, controller_actor, file_tag, transfer_actor
 
 logger = logging.getLogger("pageferry.transfer")
 
-REPORT_EVERY_S = 0.5
-EXPIRE_EVERY_S = 0.25
-REMEMBERED = 1_000
+TICK_S = 0.1
+REPORT_S = 10.0  # for the controller's answer
 ORPHAN_S = 120.0  # no controller and no engine for this long: the application has ended
 
 
@@ -60,341 +39,211 @@ class KVTransfer:
 
     def __init__(self, node_id: str, staging_bytes_max: int, lease_s: float, application: str) -> None:
         self.node_id = node_id
-        self.incarnation = time.time_ns()
-        self.lease_ns = int(lease_s * 1e9)
-        self.staging = Staging(staging_bytes_max)
-        self.segment, self._memory = create_segment(node_id[:12], self.staging.bytes_max)
-        self.seals = SealCollector()
-        self.bytes_moved = 0
-        self.tokens_moved = 0
         self._application = application
+        self._incarnation = time.time_ns()
+        self._segments = itertools.count(1)
+        num_bytes = Staging(staging_bytes_max).bytes_max
+        self.memory = StagingMemory(num_bytes)
+        self.machine = TransferMachine(node_id, self._incarnation, self._next_segment(), num_bytes, int(lease_s * 1e9))
+        self.links = LinkServer(socket_path(file_tag(application), node_id), self._step)
         self._controller: Any = None
-        self._events: list[TransferEvent] = []
-        self._standing: dict[Key, Sealed] = {}  # sealed, and the lease not released yet
-        self._wake = asyncio.Event()
-        self._room = asyncio.Condition()
-        self._opening: dict[Key, list[Opened]] = {}
-        self._links: dict[str, asyncio.StreamWriter] = {}
-        self._gone: dict[str, None] = {}  # engines whose connection has ended
-        self._refused: dict[Key, None] = {}  # given up before the call that asks for them was done
-        self._tasks: list[asyncio.Task[None]] = []
-        self._server: asyncio.Server | None = None
         self._orphan_since = 0.0
-        folder = Path(tempfile.gettempdir()) / f"pageferry-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        # The same in every life of this actor, so that worker halves find the next one.
-        self.socket_path = str(folder / f"transfer-{file_tag(application)}-{node_id[:12]}.sock")
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._stopped: set[int] = set()  # fetches that nobody waits for
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    # -- set-up
+    def _next_segment(self) -> str:
+        return f"{self.node_id[:12]}-{self._incarnation:x}-{next(self._segments)}"
 
-    async def start(self) -> dict[str, Any]:
-        """Idempotent; returns what a replica must know to tell its worker halves."""
+    async def start(self, staging_bytes_max: int = 0, lease_s: float = 0.0) -> dict[str, Any]:
+        """Idempotent; returns what a replica has to tell its engine. Settings other than those in force take effect."""
         if not self._tasks:
-            Path(self.socket_path).unlink(missing_ok=True)
-            self._server = await asyncio.start_unix_server(self._serve, self.socket_path)
-            os.chmod(self.socket_path, 0o600)
-            self._tasks = [asyncio.create_task(self._report_loop()), asyncio.create_task(self._expire_loop())]
-        return {"socket": self.socket_path, "segment": self.segment, "node_id": self.node_id}
+            self.links.start()
+            self._spawn(self._tick_loop())
+        if staging_bytes_max:
+            self._step(ev.Configured(staging_bytes_max, int(lease_s * 1e9)))
+        return {"socket": self.links.path, "segment": self.machine.segment, "node_id": self.node_id}
 
     async def pid(self) -> int:
         return os.getpid()
 
-    # -- leases
+    def status(self) -> StagingStatus:
+        return self.machine.status()
+
+    async def close(self) -> None:
+        """Ends the loops and removes the socket. The memory goes with the last process that has it mapped."""
+        for task in self._tasks:
+            task.cancel()
+        self.links.close()
+        self.memory.close()
+
+    # -- calls of replicas
 
     async def lease(
-        self, ticket_id: int, attempt: int, num_bytes: int, engines: list[str], wait_s: float
+        self, ticket_id: int, attempt: int, num_bytes: int, engines: list[str], wait_s: float, keep_s: float = 0.0
     ) -> Lease | None:
         """Staging for a ticket, written by `engines`. Waits for room up to `wait_s`; None when there was none.
 
-        Ray repeats a call whose answer got lost with the actor or the connection: the same ticket gets the same bytes.
-        An engine that is gone gets none: nothing would tell when it needs them no more.
-        """
-        if self._gone.keys() & set(engines):
-            return None
-        key = (ticket_id, attempt)
-        deadline = time.monotonic() + wait_s
-        async with self._room:
-            while (region := self._grant(key, num_bytes)) is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return None
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._room.wait(), min(left, 0.5))
-        for engine in engines:
-            self.staging.open_writer(key, engine)
-        return Lease(
-            ticket_id=ticket_id,
-            attempt=attempt,
-            node_id=self.node_id,
-            segment=self.segment,
-            offset=region.offset,
-            num_bytes=num_bytes,
-        )
+        It ends when no page is sealed for `keep_s` (0: the configured lease time) and nobody has come for it.
 
-    def _grant(self, key: Key, num_bytes: int) -> Region | None:
-        if key in self._refused:
-            return None
-        held = self.staging.get(key)
-        if held is not None and not held.released and held.num_bytes == num_bytes:
-            return held
-        return self.staging.grant(key, num_bytes, time.monotonic_ns() + self.lease_ns)
+        Raises `StagingError` when there can never be. May be repeated: the same ticket gets the same bytes.
+        """
+        key, writers, wait_ns, keep_ns = (ticket_id, attempt), tuple(engines), int(wait_s * 1e9), int(keep_s * 1e9)
+        lease: Lease | None = await self._call(
+            lambda call: ev.LeaseAsked(call, key, num_bytes, writers, wait_ns, keep_ns)
+        )
+        return lease
 
     async def drop_writer(self, ticket_id: int, attempt: int, engines: list[str]) -> None:
-        """The replica knows that these engines never began (or are dead); then the ticket's bytes are released.
-
-        May overtake the `lease` that it takes back, which then gets nothing.
-        """
-        key = (ticket_id, attempt)
-        for engine in engines:
-            self.staging.writer_done(key, engine)
-        await self._give_up(key)
+        """These engines never began to write (or are dead); the ticket's bytes are released. May overtake `lease`."""
+        self._step(ev.WriterDropped((ticket_id, attempt), tuple(engines)))
 
     async def begin_read(self, hand_over: HandOver, engines: list[str], wait_s: float | None = None) -> Lease | Verdict:
         """Registers `engines` as readers; brings the bytes to this node first when they lie on another one.
 
         MISSING when that takes longer than `wait_s` (default: the hand-over's deadline).
         """
-        key = (hand_over.ticket_id, hand_over.attempt)
-        if hand_over.lease.node_id != self.node_id:
-            try:
-                fetched = await asyncio.wait_for(self._fetch(hand_over), wait_s or hand_over.deadline_s)
-            except TimeoutError:
-                return Verdict.MISSING
-            if isinstance(fetched, Verdict):
-                return fetched
-            lease = fetched
-        else:
-            lease = hand_over.lease
-            if lease.segment != self.segment:
-                return Verdict.MISSING  # of an earlier life of this actor
-        if key in self._refused or self._gone.keys() & set(engines):
-            return Verdict.STALE
-        if not all(self.staging.open_reader(key, engine) for engine in engines):
-            for engine in engines:
-                self.staging.reader_done(key, engine)
-            return Verdict.STALE
-        return lease
+        readers, wait_ns = tuple(engines), int((wait_s or hand_over.deadline_s) * 1e9)
+        answer: Lease | Verdict = await self._call(lambda call: ev.ReadAsked(call, hand_over, readers, wait_ns))
+        return answer
 
     async def drop_reader(self, ticket_id: int, attempt: int, engines: list[str]) -> None:
-        key = (ticket_id, attempt)
-        for engine in engines:
-            self.staging.reader_done(key, engine)
-        await self._give_up(key)
-
-    async def _give_up(self, key: Key) -> None:
-        self._refused[key] = None
-        while len(self._refused) > REMEMBERED:
-            del self._refused[next(iter(self._refused))]
-        await self.release([key])
+        """These engines never began to read; the ticket's bytes are released. May overtake `begin_read`."""
+        self._step(ev.ReaderDropped((ticket_id, attempt), tuple(engines)))
 
     async def release(self, keys: list[Key]) -> None:
-        for key in keys:
-            self.staging.release(key)
-            self.seals.forget(key)
-            self._standing.pop(key, None)
-            self._opening.pop(key, None)
-        async with self._room:
-            self._room.notify_all()
+        self._step(ev.Released(tuple((ticket_id, attempt) for ticket_id, attempt in keys)))
 
-    # -- between nodes
+    async def read(self, lease: Lease, first: int, num_bytes: int) -> Bytes | None:
+        """A piece of a lease of this node, for a transfer actor elsewhere; Ray's object store carries it."""
+        if num_bytes > PIECE_BYTES:
+            raise StagingError(f"a piece of {num_bytes} bytes was asked for; the most is {PIECE_BYTES}")
+        piece: Bytes | None = await self._call(lambda call: ev.PieceAsked(call, lease, first, num_bytes))
+        return piece
 
-    async def read(self, lease: Lease) -> npt.NDArray[np.uint8] | None:
-        """The bytes of a lease of this node, for a transfer actor elsewhere; Ray's object store carries them."""
-        region = self.staging.get((lease.ticket_id, lease.attempt))
-        if region is None or region.released or lease.segment != self.segment:
-            return None
-        end = region.offset + region.num_bytes
-        return np.frombuffer(self._memory, np.uint8)[region.offset : end].copy()
-
-    async def _fetch(self, hand_over: HandOver) -> Lease | Verdict:
-        source = hand_over.lease
+    async def _call(self, event: Callable[[int], ev.Event]) -> Any:
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            peer = ray.get_actor(transfer_actor(self._application, source.node_id), namespace=NAMESPACE)
-            data = await asyncio.wait_for(peer.read.remote(source), hand_over.deadline_s)
-        except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
-            logger.warning("ticket %d: cannot fetch from node %s: %s", hand_over.ticket_id, source.node_id, error)
-            return Verdict.MISSING
-        if data is None or data.nbytes != source.num_bytes:
-            return Verdict.MISSING
-        lease = await self.lease(source.ticket_id, source.attempt, source.num_bytes, [], hand_over.deadline_s)
-        if lease is None:
-            return Verdict.MISSING
-        target = np.frombuffer(self._memory, np.uint8)[lease.offset : lease.offset + lease.num_bytes]
-        await asyncio.to_thread(np.copyto, target, data)
-        return lease
-
-    # -- worker halves
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        engine = ""
-        try:
-            while True:
-                head = await reader.readexactly(4)
-                message = decode_body(await reader.readexactly(frame_length(head)))
-                if isinstance(message, Hello):
-                    engine = message.engine
-                    self._links[engine] = writer
-                    self._gone.pop(engine, None)
-                elif engine:
-                    await self._on_message(engine, message)
-                else:
-                    raise ChannelError("the first message must be Hello")
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass  # the peer has gone, or this actor is going
-        except ChannelError as error:
-            logger.error("engine %s: %s; connection closed", engine or "unknown", error)
+            self._step(event(call_id))
+            return await future
         finally:
-            writer.close()
-            if engine and self._links.get(engine) is writer:
-                del self._links[engine]
-                self._gone[engine] = None
-                while len(self._gone) > REMEMBERED:
-                    del self._gone[next(iter(self._gone))]
-                await self._engine_gone(engine)
+            del self._calls[call_id]
 
-    async def _on_message(self, engine: str, message: WorkerMessage) -> None:
-        match message:
-            case PagesSealed():
-                key = (message.ticket_id, message.attempt)
-                region = self.staging.get(key)
-                if region is None or region.released:
-                    self.seals.late += 1  # nobody waits for it any more
-                elif (seal := self.seals.add(message)) is not None:
-                    lease = Lease(
-                        ticket_id=key[0],
-                        attempt=key[1],
-                        node_id=self.node_id,
-                        segment=self.segment,
-                        offset=region.offset,
-                        num_bytes=region.num_bytes,
-                    )
-                    self._standing[key] = Sealed(seal=seal, lease=lease)
-                    self._event(self._standing[key])
-                if message.last:
-                    await self._writer_done(key, engine)
-            case WriterDone():
-                await self._writer_done((message.ticket_id, message.attempt), engine)
-            case PagesOpened():
-                await self._opened(engine, message)
+    # -- the machine
 
-    async def _writer_done(self, key: Key, engine: str) -> None:
-        if self.staging.writer_done(key, engine):
-            async with self._room:
-                self._room.notify_all()
+    def _step(self, event: ev.Event) -> None:
+        for effect in self.machine.step(event, time.monotonic_ns()):
+            match effect:
+                case ev.Answer(call_id, value):
+                    self._answer(call_id, value)
+                case ev.Refuse(call_id, message):
+                    self._answer(call_id, StagingError(message))
+                case ev.CopyOut():
+                    self._spawn(self._copy_out(effect))
+                case ev.StartFetch():
+                    self._spawn(self._fetch(effect))
+                case ev.StopFetch(fetch_id):
+                    self._stopped.add(fetch_id)
+                case ev.Welcome(_, link, revoked):
+                    segment, num_bytes = self.machine.segment, self.memory.num_bytes
+                    offer = Offer(segment=segment, num_bytes=num_bytes, revoked=list(revoked))
+                    self.links.offer(link, offer, self.memory.fd)
+                case ev.MakeStaging(num_bytes):
+                    self._spawn(self._make_staging(num_bytes))
+                case ev.Report():
+                    self._spawn(self._report(effect))
 
-    async def _opened(self, engine: str, message: PagesOpened) -> None:
-        opened = message.opened
-        key = (opened.ticket_id, opened.attempt)
-        self.staging.reader_done(key, engine)
-        parts = self._opening.setdefault(key, [])
-        parts.append(opened)
-        if len(parts) < message.num_shards:
-            return
-        verdicts: dict[Verdict, int] = {}
-        for part in parts:
-            for verdict, count in part.verdicts.items():
-                verdicts[verdict] = verdicts.get(verdict, 0) + count
-        whole = Opened(
-            ticket_id=opened.ticket_id,
-            attempt=opened.attempt,
-            replica_id=opened.replica_id,
-            num_pages=opened.num_pages,
-            num_bytes=sum(part.num_bytes for part in parts),
-            num_tokens=opened.num_tokens,
-            verdicts=verdicts,
-            seconds=max(part.seconds for part in parts),
-        )
-        self.bytes_moved += whole.num_bytes
-        self.tokens_moved += whole.num_tokens if whole.ok else 0
-        self._event(OpenedAt(opened=whole))
-        await self.release([key])
+    def _answer(self, call_id: int, value: Any) -> None:
+        future = self._calls.get(call_id)
+        if future is None or future.done():
+            return  # its caller has left
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
 
-    async def _engine_gone(self, engine: str) -> None:
-        half_written = self.staging.peer_gone(engine)
-        for ticket_id, attempt in half_written:
-            self._event(LeaseLost(ticket_id=ticket_id, attempt=attempt, reason=f"engine {engine} is gone"))
-        await self.release(half_written)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    # -- controller
-
-    def _event(self, event: TransferEvent) -> None:
-        self._events.append(event)
-        self._wake.set()
-
-    def status(self) -> StagingStatus:
-        return StagingStatus(
-            node_id=self.node_id,
-            incarnation=self.incarnation,
-            bytes_held=self.staging.bytes_held,
-            bytes_max=self.staging.bytes_max,
-            leases=len(self.staging),
-            held=tuple(region.key for region in self.staging if not region.released),
-            bytes_moved=self.bytes_moved,
-            tokens_moved=self.tokens_moved,
-            breaches=tuple(self.staging.breaches()),
-        )
-
-    async def _report_loop(self) -> None:
+    async def _tick_loop(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), REPORT_EVERY_S)
-            self._wake.clear()
-            events, self._events = self._events, []
+            await asyncio.sleep(TICK_S)
             try:
-                if self._controller is None:
-                    self._controller = ray.get_actor(controller_actor(self._application), namespace=NAMESPACE)
-                stale = await self._controller.call.remote(TransferReport(self.status(), tuple(events)))
-                self._orphan_since = 0.0
-            except (ValueError, ray.exceptions.RayError) as error:
-                # Nothing is lost: what could not be told is told again when the controller is back. It may be a new
-                # life of it, so it is told of every seal that still waits for its reader.
-                untold = [*events, *self._events]
-                self._events = [*(seal for seal in self._standing.values() if seal not in untold), *untold]
-                self._controller = None
-                self._orphaned(error)
-                await asyncio.sleep(0.2)
-                continue
-            if stale:
-                await self.release([(int(ticket), int(attempt)) for ticket, attempt in stale])
+                self._step(ev.Tick())
+            except Exception:
+                logger.exception("a step of the transfer machine has failed")
 
-    def _orphaned(self, error: Exception) -> None:
+    async def _make_staging(self, num_bytes: int) -> None:
+        former = self.memory
+        try:
+            former.give_back()  # first: there may not be memory for both
+            self.memory = await asyncio.to_thread(StagingMemory, num_bytes)
+        except (MemoryRefused, OSError) as error:
+            logger.error("staging stays at %d bytes: %s", former.num_bytes, error)
+            await asyncio.to_thread(os.posix_fallocate, former.fd, 0, former.num_bytes)
+            self._step(ev.StagingRefused(str(error)))
+            return
+        former.close()
+        logger.info("staging has %d bytes now", num_bytes)
+        self._step(ev.StagingMade(self._next_segment(), num_bytes))
+
+    # -- bytes, in pieces, off the event loop
+
+    def _bytes(self, offset: int, num_bytes: int) -> Bytes:
+        return np.frombuffer(self.memory.map, np.uint8)[offset : offset + num_bytes]
+
+    async def _copy_out(self, effect: ev.CopyOut) -> None:
+        try:
+            piece = await asyncio.to_thread(self._bytes(effect.offset, effect.num_bytes).copy)
+            self._answer(effect.call_id, piece)
+        finally:
+            self._step(ev.CopiedOut(effect.call_id))
+
+    async def _fetch(self, effect: ev.StartFetch) -> None:
+        source, complete = effect.source, False
+        target = self._bytes(effect.offset, source.num_bytes)
+        try:
+            name = transfer_actor(self._application, source.node_id)
+            peer = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+            complete = await fetch(
+                lambda first, num_bytes: peer.read.remote(source, first, num_bytes),
+                target,
+                lambda: effect.fetch_id in self._stopped,
+            )
+        except (ValueError, ray.exceptions.RayError) as error:
+            logger.warning("ticket %d: cannot fetch from node %s: %s", source.ticket_id, source.node_id, error)
+        finally:
+            self._stopped.discard(effect.fetch_id)
+            self._step(ev.FetchEnded(effect.fetch_id, complete))
+
+    # -- the controller
+
+    async def _report(self, report: ev.Report) -> None:
+        try:
+            if self._controller is None:
+                name = controller_actor(self._application)
+                self._controller = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+            message = TransferReport(status=report.status, events=report.events)
+            dead = await asyncio.wait_for(self._controller.call.remote(message), REPORT_S)
+        except Exception as error:  # Ray's many ways to say that an actor is away
+            self._controller = None
+            self._step(ev.ReportFailed())
+            await self._end_if_orphaned(error)
+            return
+        self._orphan_since = 0.0
+        self._step(ev.ReportAnswered(tuple((int(ticket_id), int(attempt)) for ticket_id, attempt in dead)))
+
+    async def _end_if_orphaned(self, error: Exception) -> None:
+        """The controller's name is gone for good and no engine is left here: the application has ended."""
         now = time.monotonic()
         self._orphan_since = self._orphan_since or now
-        if isinstance(error, ValueError) and now - self._orphan_since > ORPHAN_S and not self._links:
-            # The controller's name is gone for good and no engine is left here: the application has ended.
-            self._close()
-            ray.actor.exit_actor()
-
-    async def _expire_loop(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRE_EVERY_S)
-            now_ns = time.monotonic_ns()
-            # An engine that died before it came back to this life of the actor has no connection that could end.
-            # One that lives connects within a second; a whole lease time later it is gone, or has been replaced.
-            for engine in self.staging.users_of(released_before_ns=now_ns - self.lease_ns) - self._links.keys():
-                await self._engine_gone(engine)
-            expired = self.staging.expire(now_ns)
-            for ticket_id, attempt in expired:
-                self.seals.forget((ticket_id, attempt))
-                self._standing.pop((ticket_id, attempt), None)
-                self._event(LeaseLost(ticket_id=ticket_id, attempt=attempt, reason="the staging lease ran out"))
-            if expired:
-                async with self._room:
-                    self._room.notify_all()
-
-    async def close(self) -> None:
-        """Ends the loops and unlinks the segment and the socket."""
-        for task in self._tasks:
-            task.cancel()
-        if self._server is not None:
-            self._server.close()
-        for writer in list(self._links.values()):
-            writer.close()
-        self._close()
-
-    def _close(self) -> None:
-        Path("/dev/shm", self.segment).unlink(missing_ok=True)
-        Path(self.socket_path).unlink(missing_ok=True)
+        if isinstance(error, ValueError) and now - self._orphan_since > ORPHAN_S and not self.machine.engines.links:
+            await self.close()
+            ray.kill(ray.get_runtime_context().current_actor)
 
 
 class KVTransferActor(KVTransfer):

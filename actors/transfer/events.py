@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.messages import HandOver, Lease, StagingStatus, TransferEvent, Verdict
-from actors.transfer.channel import LeasesDropped, PagesOpened, PagesSealed, WriterDone
+from actors.transfer.channel import PagesOpened, PagesSealed, StagingMapped, WriterDone
 from actors.transfer.staging import Key
 
 # -- events: calls of replicas and of transfer actors on other nodes
@@ -17,13 +17,17 @@ from actors.transfer.staging import Key
 
 @dataclass(frozen=True, slots=True)
 class LeaseAsked:
-    """A prefill replica wants `num_bytes` that `engines` will write. Answered with a `Lease`, or None: no room."""
+    """A prefill replica wants `num_bytes` that `engines` will write. Answered with a `Lease`, or None: no room.
+
+    `keep_ns`: the lease ends when there is no progress for so long; 0: the configured lease time.
+    """
 
     call_id: int
     key: Key
     num_bytes: int
     engines: tuple[str, ...]
     wait_ns: int
+    keep_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ class EngineGone:
 @dataclass(frozen=True, slots=True)
 class FromEngine:
     engine: str
-    message: PagesSealed | WriterDone | PagesOpened | LeasesDropped
+    message: PagesSealed | WriterDone | PagesOpened | StagingMapped
 
 
 # -- events: what the actor was asked to do
@@ -229,7 +233,9 @@ class StopFetch:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Gives the engine the staging memory's descriptor. It must let go of `revoked` and say so (`LeasesDropped`)."""
+    """Gives the engine the staging memory's descriptor. It has to let go of `revoked`.
+
+    Its answer is `StagingMapped`; it gets no bytes before."""
 
     engine: str
     link: int

@@ -7,6 +7,7 @@
 5. A key waits for bytes once, or has them, never both.
 6. Half a seal and half an opening are kept only while their bytes are.
 7. The stretch kept for the front of the queue is not lent to anybody who came after it.
+8. Bytes that are not released are being written, being read, or sealed: nothing waits for a seal that cannot come.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def _of_regions(machine: TransferMachine) -> Iterator[str]:
             yield f"{region.key} has ended, nobody uses its bytes, and they are held (law 2)"
         if region.key in machine.ended and not region.released:
             yield f"{region.key} has ended and its bytes are not released (law 2)"
+        if not (region.released or region.in_use or region.key in machine.outbox.standing):
+            yield f"the bytes of {region.key} have neither writer, reader nor seal (law 8)"
         if strangers := (region.writers | region.readers) - users:
             yield f"{sorted(strangers)} may touch the bytes of {region.key} and are not here (law 4)"
     for fetch_id, key in machine.fetches.running.items():

@@ -31,6 +31,7 @@ class Waiting:
     engines: tuple[str, ...] = ()  # that will write
     calls: list[Call] = field(default_factory=list)
     is_fetch: bool = False
+    keep_ns: int = 0  # the lease ends when there is no progress for so long
 
 
 class LeaseQueue:
@@ -68,7 +69,7 @@ class LeaseQueue:
         self._num_changes += 1
 
     def serve(
-        self, staging: Staging, expires_ns: int, may_write: Callable[[tuple[str, ...]], bool]
+        self, staging: Staging, now_ns: int, may_write: Callable[[tuple[str, ...]], bool]
     ) -> list[tuple[Waiting, Region]]:
         """Grants what can be granted now. Who may not write yet keeps its place and holds up nobody."""
         state = (self._num_changes, staging.num_freed)
@@ -80,8 +81,9 @@ class LeaseQueue:
         for waiting in self:
             if not may_write(waiting.engines):
                 continue
-            region = staging.grant(waiting.key, waiting.num_bytes, expires_ns, front and front[1:])
+            region = staging.grant(waiting.key, waiting.num_bytes, now_ns + waiting.keep_ns, front and front[1:])
             if region is not None:
+                region.keep_ns = waiting.keep_ns
                 self._waiting.remove(waiting)
                 granted.append((waiting, region))
                 if front is not None:

@@ -8,11 +8,12 @@ its end. `actors.transfer.events` has what it hears and what it asks for, `actor
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from actors.messages import Lease, LeaseLost, OpenedAt, Sealed, StagingStatus, Verdict
 from actors.transfer import events as ev
-from actors.transfer.channel import LeasesDropped, PagesOpened, PagesSealed, WriterDone
+from actors.transfer.channel import PagesOpened, PagesSealed, StagingMapped, WriterDone
 from actors.transfer.laws import violations
 from actors.transfer.lease_queue import Call, LeaseQueue, Waiting
 from actors.transfer.outbox import Outbox
@@ -44,13 +45,14 @@ class TransferMachine:
         self.opening = OpenedParts()
         self.ended: dict[Key, None] = {}
         self._wanted_bytes = self.staging.bytes_max
+        self._early_reads: list[tuple[int, ev.ReadAsked]] = []  # until when, of engines that are not ready
         self._making = False  # new staging memory
         self._effects: list[ev.Effect] = []
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             ev.LeaseAsked: self._lease_asked,
-            ev.WriterDropped: self._writer_dropped,
+            ev.WriterDropped: self._dropped,
             ev.ReadAsked: self._read_asked,
-            ev.ReaderDropped: self._reader_dropped,
+            ev.ReaderDropped: self._dropped,
             ev.Released: self._released,
             ev.PieceAsked: self._piece_asked,
             ev.Configured: self._configured,
@@ -63,7 +65,7 @@ class TransferMachine:
             ev.StagingMade: self._staging_made,
             ev.StagingRefused: self._staging_refused,
             ev.ReportAnswered: self._report_answered,
-            ev.ReportFailed: self._report_failed,
+            ev.ReportFailed: lambda event, now_ns: self.outbox.failed(now_ns),
             ev.Tick: self._tick,
         }
 
@@ -80,7 +82,7 @@ class TransferMachine:
 
     def _lend(self, now_ns: int) -> None:
         if self._wanted_bytes == self.staging.bytes_max:
-            for waiting, region in self.queue.serve(self.staging, now_ns + self.lease_ns, self.engines.connected):
+            for waiting, region in self.queue.serve(self.staging, now_ns, self.engines.ready):
                 self._granted(waiting, region)
         elif not len(self.staging):  # until then no new lease: it would never be empty
             self._making = True
@@ -105,7 +107,7 @@ class TransferMachine:
         else:
             waiting = self.queue.get(key)
             if waiting is None:
-                waiting = Waiting(key, event.num_bytes, event.engines)
+                waiting = Waiting(key, event.num_bytes, event.engines, keep_ns=event.keep_ns or self.lease_ns)
                 self.queue.join(waiting)
             waiting.calls.append(Call(event.call_id, event.engines, now_ns + event.wait_ns))
 
@@ -139,14 +141,10 @@ class TransferMachine:
             num_bytes=region.num_bytes,
         )
 
-    def _writer_dropped(self, event: ev.WriterDropped, now_ns: int) -> None:
+    def _dropped(self, event: ev.WriterDropped | ev.ReaderDropped, now_ns: int) -> None:
+        done = self.staging.writer_done if isinstance(event, ev.WriterDropped) else self.staging.reader_done
         for engine in event.engines:
-            self.staging.writer_done(event.key, engine)
-        self._end(event.key)
-
-    def _reader_dropped(self, event: ev.ReaderDropped, now_ns: int) -> None:
-        for engine in event.engines:
-            self.staging.reader_done(event.key, engine)
+            done(event.key, engine)
         self._end(event.key)
 
     def _released(self, event: ev.Released, now_ns: int) -> None:
@@ -181,10 +179,10 @@ class TransferMachine:
         key, engines, call_id = (over.ticket_id, over.attempt), event.engines, event.call_id
         if key in self.ended or self.engines.any_gone(engines):
             self._answer(call_id, Verdict.STALE)
-        elif not self.engines.connected(engines):
-            self._answer(call_id, Verdict.MISSING)
         elif over.lease.node_id == self.node_id and over.lease.segment != self.segment:
             self._answer(call_id, Verdict.MISSING)  # of an earlier life of this actor
+        elif not self.engines.ready(engines):
+            self._early_reads.append((now_ns + event.wait_ns, event))
         elif (fetch := self.fetches.wanted.get(key)) is not None:
             fetch.calls.append(Call(call_id, engines, now_ns + event.wait_ns))
         elif (region := self.staging.get(key)) is not None and (key in self.outbox.standing or region.readers):
@@ -195,7 +193,7 @@ class TransferMachine:
             self._answer(call_id, Verdict.MISSING)
         else:
             self.fetches.wanted[key] = Fetch(over.lease, [Call(call_id, engines, now_ns + event.wait_ns)])
-            self.queue.join(Waiting(key, over.lease.num_bytes, is_fetch=True))
+            self.queue.join(Waiting(key, over.lease.num_bytes, is_fetch=True, keep_ns=self.lease_ns))
 
     def _open(self, region: Region, call_id: int, engines: tuple[str, ...]) -> None:
         for engine in engines:
@@ -211,7 +209,7 @@ class TransferMachine:
         for call in fetch.calls if fetch is not None else ():
             if not event.complete:
                 self._answer(call.call_id, Verdict.MISSING)
-            elif self.engines.connected(call.engines):
+            elif self.engines.ready(call.engines):
                 self._open(region, call.call_id, call.engines)
             else:
                 self._answer(call.call_id, Verdict.STALE)
@@ -236,8 +234,7 @@ class TransferMachine:
         self._effects.append(ev.CopyOut(event.call_id, region.offset + first, num_bytes))
 
     def _copied_out(self, event: ev.CopiedOut, now_ns: int) -> None:
-        key = self.copies.pop(event.call_id, None)
-        if key is not None:
+        if (key := self.copies.pop(event.call_id, None)) is not None:
             self.staging.reader_done(key, copy_name(event.call_id))
 
     # -- engines
@@ -247,7 +244,6 @@ class TransferMachine:
         # What it said last on an earlier link may be lost, so that it must let go of everything of before.
         self._forsake(engine, f"engine {engine} has connected again")
         self.engines.connect(engine, event.link)
-        self.queue.changed()
         held = tuple(region.key for region in self.staging if engine in region.writers or engine in region.readers)
         self._effects.append(ev.Welcome(engine, event.link, held))
 
@@ -257,31 +253,43 @@ class TransferMachine:
 
     def _engine_gone(self, event: ev.EngineGone, now_ns: int) -> None:
         engine = event.engine
-        if not self.engines.remove(engine, event.link):
-            return
-        self._forsake(engine, f"engine {engine} is gone")
-        self.staging.peer_gone(engine)
-        for waiting in [w for w in self.queue if engine in w.engines]:
-            self._end(waiting.key)
+        if self.engines.remove(engine, event.link):
+            self._forsake(engine, f"engine {engine} is gone")
+            self.staging.peer_gone(engine)
+            self._end_unread()
+            for waiting in [w for w in self.queue if engine in w.engines]:
+                self._end(waiting.key)
 
     def _forsake(self, engine: str, reason: str) -> None:
         """Gives up what the engine was writing; the bytes stay its own while it may touch them."""
         for region in [r for r in self.staging if engine in r.writers and not r.released]:
             self._lose(region.key, reason)
 
+    def _end_unread(self) -> None:
+        """Bytes of another node whose readers are gone: none will come again under this key."""
+        for region in [r for r in self.staging if not (r.released or r.in_use or r.key in self.outbox.standing)]:
+            self._end(region.key)
+
     def _from_engine(self, event: ev.FromEngine, now_ns: int) -> None:
         engine, message = event.engine, event.message
         match message:
             case PagesSealed():
+                self.staging.renew((message.ticket_id, message.attempt), now_ns)
                 self._pages_sealed(engine, message)
             case WriterDone():
                 self._writer_done(engine, (message.ticket_id, message.attempt))
             case PagesOpened():
                 self._pages_opened(engine, message)
-            case LeasesDropped():
-                for ticket_id, attempt in message.keys:
+            case StagingMapped():
+                for ticket_id, attempt in message.dropped:
                     self.staging.writer_done((ticket_id, attempt), engine)
                     self.staging.reader_done((ticket_id, attempt), engine)
+                self._end_unread()
+                if message.segment == self.segment and self.engines.set_ready(engine):
+                    self.queue.changed()
+                    early, self._early_reads = self._early_reads, []
+                    for until_ns, read in early:
+                        self._read_asked(replace(read, wait_ns=until_ns - now_ns), now_ns)
 
     def _pages_sealed(self, engine: str, message: PagesSealed) -> None:
         key = (message.ticket_id, message.attempt)
@@ -310,8 +318,7 @@ class TransferMachine:
             self.late_reports += 1
             return
         self.staging.reader_done(key, engine)
-        whole = self.opening.add(message)
-        if whole is not None:
+        if (whole := self.opening.add(message)) is not None:
             self.bytes_moved += whole.num_bytes
             self.tokens_moved += whole.num_tokens if whole.ok else 0
             self.outbox.add(OpenedAt(opened=whole))
@@ -331,7 +338,7 @@ class TransferMachine:
         self.segment, self.staging = event.segment, Staging(event.bytes_max)
         self._making = False
         self.queue.changed()
-        self._effects.extend(ev.Welcome(engine, link, ()) for engine, link in self.engines.to_welcome())
+        self._effects.extend(ev.Welcome(engine, link, ()) for engine, link in self.engines.map_again())
 
     def _staging_refused(self, event: ev.StagingRefused, now_ns: int) -> None:
         self._wanted_bytes, self._making = self.staging.bytes_max, False
@@ -352,6 +359,9 @@ class TransferMachine:
             waiting.calls = self._in_time(waiting.calls, None, now_ns)
             if not waiting.calls:
                 self.queue.leave(waiting)
+        for _, read in [early for early in self._early_reads if now_ns >= early[0]]:
+            self._answer(read.call_id, Verdict.MISSING)
+        self._early_reads = [early for early in self._early_reads if now_ns < early[0]]
         for key, fetch in list(self.fetches.wanted.items()):
             fetch.calls = self._in_time(fetch.calls, Verdict.MISSING, now_ns)
             if not fetch.calls:
@@ -369,9 +379,6 @@ class TransferMachine:
         self.outbox.answered(now_ns)
         for key in event.dead:
             self._end(key)
-
-    def _report_failed(self, event: ev.ReportFailed, now_ns: int) -> None:
-        self.outbox.failed(now_ns)
 
     # -- laws
 

@@ -19,18 +19,28 @@ class Engines:
     def __init__(self) -> None:
         self.links: dict[str, int] = {}  # of each engine whose process lives
         self._detached: set[str] = set()
+        self._ready: set[str] = set()  # have the staging memory mapped
         self._gone: dict[str, None] = {}
 
     def connect(self, engine: str, link: int) -> None:
         self.links[engine] = link
         self._detached.discard(engine)
+        self._ready.discard(engine)
         self._gone.pop(engine, None)
+
+    def set_ready(self, engine: str) -> bool:
+        """False: its link has ended meanwhile."""
+        if engine not in self.links or engine in self._detached:
+            return False
+        self._ready.add(engine)
+        return True
 
     def detach(self, engine: str, link: int) -> bool:
         """Its link has ended, its process may live. False: it has another link by now."""
         if self.links.get(engine) != link:
             return False
         self._detached.add(engine)
+        self._ready.discard(engine)
         return True
 
     def remove(self, engine: str, link: int) -> bool:
@@ -39,17 +49,20 @@ class Engines:
             return False
         del self.links[engine]
         self._detached.discard(engine)
+        self._ready.discard(engine)
         remember(self._gone, engine, GONE_REMEMBERED)
         return True
 
-    def connected(self, engines: tuple[str, ...]) -> bool:
-        """All of them can be reached, and can say that they are done with bytes."""
-        return all(engine in self.links and engine not in self._detached for engine in engines)
+    def ready(self, engines: tuple[str, ...]) -> bool:
+        """All of them have the memory mapped and can say that they are done with bytes."""
+        return self._ready.issuperset(engines)
 
     def any_gone(self, engines: tuple[str, ...]) -> bool:
         return any(engine in self._gone for engine in engines)
 
-    def to_welcome(self) -> list[tuple[str, int]]:
+    def map_again(self) -> list[tuple[str, int]]:
+        """There is other memory: (engine, link) of those that have to map it before they are ready."""
+        self._ready.clear()
         return [(engine, link) for engine, link in self.links.items() if engine not in self._detached]
 
 

@@ -27,6 +27,7 @@ class Region:
     offset: int
     num_bytes: int
     expires_ns: int
+    keep_ns: int = 0  # how long it is kept after its latest sign of progress
     writers: set[str] = field(default_factory=set)  # engines that may still write here
     readers: set[str] = field(default_factory=set)  # engines that may still read here
     released: bool = False
@@ -148,6 +149,12 @@ class Staging:
         region.readers.discard(engine)
         return self._collect(region)
 
+    def renew(self, key: Key, now_ns: int) -> None:
+        """There is progress: the lease time begins anew."""
+        region = self._regions.get(key)
+        if region is not None:
+            region.expires_ns = max(region.expires_ns, now_ns + region.keep_ns)
+
     def release(self, key: Key) -> bool:
         """The ticket needs the bytes no more. Idempotent."""
         region = self._regions.get(key)
@@ -166,15 +173,6 @@ class Staging:
             region.readers.discard(engine)
             self._collect(region)
         return was_writing
-
-    def users_of(self, released_before_ns: int) -> set[str]:
-        """Engines that still hold on to bytes which nobody wants and whose lease ran out before that time."""
-        return {
-            engine
-            for region in self._regions.values()
-            if region.released and region.expires_ns < released_before_ns
-            for engine in (*region.writers, *region.readers)
-        }
 
     def expire(self, now_ns: int) -> list[Key]:
         """Releases leases whose time is over and returns their keys; bytes in use stay until their user is done."""

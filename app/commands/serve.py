@@ -20,7 +20,7 @@ from typing import Any
 
 from app.commands.own_http import DIRECT
 from app.placement import DRAIN_S, cpus_asked
-from app.processes import MARK, end_marked, marked, sweep
+from app.processes import MARK, end_marked, sweep
 from app.serve_http import refuse_other_address
 from cluster.names import NAMESPACE, is_of
 from cluster.plan.fits import DoesNotFit
@@ -144,6 +144,7 @@ class Service:
         """`ray_is_up` is called once Ray runs: Ray takes SIGTERM for itself and would abort this process at it."""
         import ray
 
+        sweep()  # of services that were killed
         if self.address is None:
             self._prepare_local()
         say("starting Ray" if self.address is None else f"joining Ray at {self.address}")
@@ -324,11 +325,10 @@ class Service:
                 ray.kill(ray.get_actor(found["name"], namespace=NAMESPACE))
 
     def _end_processes(self) -> None:
-        ours = marked(self._mark)
         left = end_marked(self._mark)
         if left:
             print(f"pageferry serve: could not end {left}", file=sys.stderr)
-        sweep(ours)
+        sweep()
 
 
 def use_haproxy_wrapper(environ: MutableMapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.messages import HandOver, Lease, TransferReport
 from actors.transfer import events as ev
-from actors.transfer.channel import LeasesDropped
+from actors.transfer.channel import StagingMapped
 from actors.transfer.machine import TransferMachine
 from actors.transfer.staging import Key
 from ops.simulate.network import Cancel, Handler, Net
@@ -226,17 +226,19 @@ class NodeSim(Process):
         if num_bytes:
             self._link_of[engine] = link
             self.step(ev.EngineConnected(engine, link))
+            self.step(ev.FromEngine(engine, StagingMapped(segment=self.machine.segment)))
             self.step(ev.LeaseAsked(self._call(lambda lease: None), (-link, self.life), num_bytes, (engine,), 0))
             self.later(duration_ns, self._gone, engine, link)
 
     def _welcome(self, effect: ev.Welcome) -> None:
         replica = self.engines.get(effect.engine)
-        if effect.revoked and replica is not None:
-            replica.later(SOCKET_NS, self._revoke, replica, effect.revoked)
+        if replica is not None:
+            replica.later(SOCKET_NS, self._map, replica, effect.link, self.machine.segment, effect.revoked)
 
-    def _revoke(self, replica: ReplicaSim, keys: tuple[Key, ...]) -> None:
-        replica.forget_leases(keys)
-        self.from_engine(replica.engine, LeasesDropped(keys=list(keys)))
+    def _map(self, replica: ReplicaSim, link: int, segment: str, revoked: tuple[Key, ...]) -> None:
+        if self._link_of.get(replica.engine) == link:
+            replica.forget_leases(revoked)
+            self.from_engine(replica.engine, StagingMapped(segment=segment, dropped=list(revoked)))
 
     # -- bytes
 

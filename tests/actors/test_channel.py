@@ -6,6 +6,8 @@ import os
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +16,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.messages import Lease, Opened, Role, Verdict
+from actors.messages import Opened, Role, Verdict
 from actors.transfer.channel import (
     FRAME_BYTES_MAX,
     ChannelError,
+    Frames,
     Hello,
+    Offer,
     PagesOpened,
     PagesSealed,
-    Segments,
-    WorkerLink,
+    StagingMapped,
     WriterDone,
-    create_segment,
     decode_body,
+    decode_offer,
     encode_frame,
     frame_length,
-    sweep_segments,
 )
+from actors.transfer.link import UNSENT_BYTES_MAX, WorkerLink
+from actors.transfer.memory import StagingMemory
 
 HELLO = Hello(engine="r#0", role=Role.PREFILL, pid=1)
 MESSAGES: list[Any] = [
     HELLO,
     WriterDone(ticket_id=2**63, attempt=1),
+    StagingMapped(segment="s", dropped=[(1, 2)]),
     PagesSealed(
         ticket_id=1,
         attempt=1,
@@ -98,83 +103,112 @@ def test_a_long_frame_is_refused_before_memory_is_taken() -> None:
         encode_frame(Hello(engine="x" * (FRAME_BYTES_MAX + 1), role=Role.DECODE, pid=1))
 
 
+@given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 50))
+def test_frames_come_out_whole_however_they_are_cut(sizes: list[int], cut: int) -> None:
+    frames, bodies = Frames(), [bytes([i]) * size for i, size in enumerate(sizes)]
+    data = b"".join(struct.pack(">I", len(body)) + body for body in bodies)
+    out = [body for at in range(0, len(data), cut) for body in frames.feed(data[at : at + cut])]
+    assert out == bodies
+
+
+class Peer:
+    """The other end, in a thread: what it got, and whether it reads at all."""
+
+    def __init__(self, path: str, reads: bool = True) -> None:
+        self.got: list[object] = []
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(path)
+        self._server.listen()
+        self._conn: socket.socket | None = None
+        self._thread = threading.Thread(target=self._receive, args=(reads,), daemon=True)
+        self._thread.start()
+
+    def _receive(self, reads: bool) -> None:
+        try:
+            self._conn, _ = self._server.accept()
+            frames = Frames()
+            while reads and (data := self._conn.recv(1 << 16)):
+                self.got += [decode_body(body) for body in frames.feed(data)]
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        for sock in (self._conn, self._server):
+            if sock is not None:
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+                sock.close()
+        self._thread.join(5)
+
+
+def until(what: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
 def test_the_link_connects_again_when_its_peer_is_back(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-
-    def receive(server: socket.socket, count: int, into: list[object]) -> None:
-        conn, _ = server.accept()
-        with conn:
-            for _ in range(count):
-                head = conn.recv(4, socket.MSG_WAITALL)
-                into.append(decode_body(conn.recv(frame_length(head), socket.MSG_WAITALL)))
-
-    def serve(count: int) -> tuple[socket.socket, threading.Thread, list[object]]:
-        server = socket.socket(socket.AF_UNIX)
-        server.bind(path)
-        server.listen()
-        got: list[object] = []
-        thread = threading.Thread(target=receive, args=(server, count, got))
-        thread.start()
-        return server, thread, got
-
     link = WorkerLink(path, HELLO)
-    assert link.send(MESSAGES[1]) is False and link.dropped == 1  # nobody there: dropped, never blocked
-    link.RETRY_S = 0.0  # type: ignore[misc]
-    link._next_try = 0.0
-    server, thread, got = serve(2)
-    assert link.send(MESSAGES[1])
-    thread.join(5)
-    server.close()
-    os.unlink(path)
-    assert got == [HELLO, MESSAGES[1]]
-    server, thread, got = serve(2)
-    for _ in range(3):  # the first send may still go into the dead socket's buffer
-        link.send(MESSAGES[2])
-    thread.join(5)
-    server.close()
+    link.RETRY_S = 0.05  # type: ignore[misc]
+    assert link.send(MESSAGES[1]) is False and link.dropped == 1  # no peer: dropped, and at once
+    for _ in range(2):
+        connects_and_sends(link, Peer(path))
+        os.unlink(path)
+        until(lambda: not link.send(MESSAGES[2]))
     link.close()
-    assert got[0] == HELLO and got[1] == MESSAGES[2]
 
 
-def lease(segment: str, offset: int, num_bytes: int) -> Lease:
-    return Lease(ticket_id=1, attempt=1, node_id="n", segment=segment, offset=offset, num_bytes=num_bytes)
+def connects_and_sends(link: WorkerLink, peer: Peer) -> None:
+    until(lambda: link.send(MESSAGES[1]))
+    until(lambda: len(peer.got) >= 2)
+    assert peer.got[:2] == [HELLO, MESSAGES[1]]
+    peer.close()
 
 
-def test_segments_are_mapped_by_name_and_bounded() -> None:
-    name, memory = create_segment("a1", 1 << 20)
-    try:
-        segments = Segments()
-        view = segments.view(lease(name, 4096, 10))
-        assert view is not None
-        view[:3] = b"abc"
-        assert memory[4096:4099] == b"abc"
-        assert segments.view(lease(name, (1 << 20) - 5, 10)) is None
-        assert segments.view(lease(name, -1, 10)) is None
-        assert segments.view(lease(name, 0, 0)) is None
-        assert segments.view(lease("pageferry-b2-1", 0, 10)) is None  # no such file
-        for evil in ("../../etc/passwd", "pageferry-/x-1", "other"):
-            with pytest.raises(ChannelError, match="not one of ours"):
-                segments.view(lease(evil, 0, 1))
-    finally:
-        Path("/dev/shm", name).unlink()
+def test_a_peer_that_does_not_read_costs_its_messages_and_no_time(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    peer = Peer(path, reads=False)
+    link = WorkerLink(path, HELLO)
+    message = MESSAGES[3]
+    longest = 0.0
+    for _ in range(2 * UNSENT_BYTES_MAX // len(encode_frame(message))):
+        began = time.perf_counter()
+        link.send(message)
+        longest = max(longest, time.perf_counter() - began)
+    assert longest < 1.0
+    assert link.dropped > 0 and link._unsent_bytes <= UNSENT_BYTES_MAX + FRAME_BYTES_MAX
+    peer.close()
+    link.close()
 
 
-def test_segments_of_dead_processes_are_swept() -> None:
-    dead = Path("/dev/shm/pageferry-a2-4194304")  # nobody holds its lock
-    dead.write_bytes(b"x")
-    alive, memory = create_segment("a4", 1 << 20)
-    name, other = create_segment("a2", 1 << 20)
-    try:
-        assert not dead.exists() and Path("/dev/shm", alive).exists()
-        memory.close()
-        assert alive in sweep_segments()
-    finally:
-        other.close()
-        sweep_segments()
-    assert not Path("/dev/shm", name).exists()
+@pytest.mark.parametrize(("num_bytes", "sealed"), [(1 << 20, True), (4096, True), (1 << 20, False)])
+def test_only_memory_of_a_size_that_nobody_can_change_is_mapped(tmp_path: Path, num_bytes: int, sealed: bool) -> None:
+    good = StagingMemory(1 << 20)
+    fd = good.fd if sealed else os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    if not sealed:
+        os.ftruncate(fd, 1 << 20)
+    peer = Peer(str(tmp_path / "s"))
+    link = WorkerLink(str(tmp_path / "s"), HELLO)
+    until(lambda: peer._conn is not None)
+    assert peer._conn is not None
+    offer = Offer(segment="s", num_bytes=num_bytes, revoked=[(1, 2)])
+    socket.send_fds(peer._conn, [encode_frame(offer)], [fd])
+    if sealed and num_bytes == 1 << 20:
+        until(lambda: StagingMapped(segment="s", dropped=[(1, 2)]) in peer.got)
+    else:
+        until(lambda: not peer._thread.is_alive())
+        assert link.staging._map is None
+    peer.close()
+    link.close()
+    good.close()
 
 
-def test_more_than_the_machine_has_is_refused_at_once() -> None:
-    with pytest.raises(ChannelError, match="staging_bytes_max"):
-        create_segment("a3", 1 << 50)
-    assert not list(Path("/dev/shm").glob("pageferry-a3-*"))
+def test_an_offer_survives_the_way() -> None:
+    offer = Offer(segment="s", num_bytes=5, revoked=[(1, 2)])
+    assert decode_offer(encode_frame(offer)[4:]) == offer
+    with pytest.raises(ChannelError, match="not understood"):
+        decode_offer(b"garbage")

@@ -103,6 +103,21 @@ def test_staging_is_promised_once() -> None:
     assert rig.admit("d", prompt=320).prefill == "p"
 
 
+def test_a_nodes_own_report_says_which_prompts_its_staging_can_hold() -> None:
+    """Not the configuration: the node may not have its size yet, or may have been made with another one."""
+    rig = ControllerDriver(spec_of(admission=WIDE))
+    rig.decode("d", blocks_total=100_000)
+    rig.prefill("p")
+    page = rig.machine.registry.replicas["d"].page_bytes
+    rig.bytes_max = page * 8
+    rig.report()
+    alone = rig.admit("a", prompt=32 * 16)
+    assert alone.prefill is None and f"staging_bytes_max is {page * 8}" in alone.reason
+    rig.bytes_max = page * 64
+    rig.report()
+    assert rig.admit("b", prompt=32 * 16).prefill == "p"
+
+
 def test_the_pace_of_prefill_does_not_count_the_time_in_its_queue() -> None:
     rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100_000)

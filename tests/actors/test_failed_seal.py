@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from actors.engine.metadata import FerryMetadata, SealJob
 from actors.engine.orders import SealParams
 from actors.engine.worker_half import FerryConnectorWorker
 from actors.messages import Lease, Role
-from actors.transfer.channel import WriterDone
+from actors.transfer.channel import Goodbye, WriterDone
 from kernels.layout import PageDtype, PageLayout, PageOrder
 
 LAYOUT = PageLayout(2, 32, 2, 32, PageDtype.BF16, PageOrder.CPU_VEC)
@@ -25,7 +26,8 @@ def test_a_seal_that_runs_out_of_memory_fails_its_ticket_alone(
     half.layout = LAYOUT
     sent: list[Any] = []
     monkeypatch.setattr(half._link, "send", sent.append)
-    monkeypatch.setattr(half._segments, "view", lambda lease: bytearray(LAYOUT.page_bytes))
+    view = memoryview(bytearray(LAYOUT.page_bytes))
+    monkeypatch.setattr(half._link.staging, "bytes_of", lambda lease: contextlib.nullcontext(view))
 
     def out_of_memory(*_: Any) -> None:
         raise error
@@ -37,4 +39,5 @@ def test_a_seal_that_runs_out_of_memory_fails_its_ticket_alone(
         half.seal(FerryMetadata(seals=[SealJob(order, [1], 0, True)]))
     finally:
         half.close()
-    assert sent == [WriterDone(ticket_id=5, attempt=2)]
+    assert sent == [WriterDone(ticket_id=5, attempt=2), Goodbye()]
+    assert (5, 2) in half._link.staging._revoked, "later pages of the ticket are not written either"

@@ -1,55 +1,74 @@
-"""A node's transfer actor without Ray: what it does when an engine dies, never shows itself, or asks twice."""
+"""A node's transfer actor without Ray, with real sockets, real memory and real processes that end."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 
-from actors.messages import Lease, Role, Sealed, TransferReport
+from actors.messages import HandOver, Lease, Role, Seal, Sealed, TransferReport, Verdict
+from actors.transfer import fetch, memory
 from actors.transfer.actor import KVTransfer
-from actors.transfer.channel import Hello, PagesSealed, WorkerLink, WriterDone
+from actors.transfer.channel import Hello, PagesSealed, WriterDone
+from actors.transfer.link import WorkerLink
+from actors.transfer.memory import MemoryRefused
+from actors.transfer.staging import StagingError
 from ops.engine_pair import FakeController, LocalHandle
 
-LEASE_S = 0.3
+MIB = 1 << 20
 
 
-class ControllerDriver:
-    def __init__(self) -> None:
+class Node:
+    def __init__(self, num_bytes: int = MIB, lease_s: float = 60.0) -> None:
         self.notary = FakeController()
-        self.transfer = KVTransfer(uuid.uuid4().hex, 1 << 20, LEASE_S, "")
+        self.transfer = KVTransfer(uuid.uuid4().hex, num_bytes, lease_s, "")
         self.transfer._controller = LocalHandle(self.notary)
+        self.machine = self.transfer.machine
+        self._links: list[WorkerLink] = []
 
-    async def link(self, engine: str) -> WorkerLink:
-        link = WorkerLink(self.transfer.socket_path, Hello(engine=engine, role=Role.PREFILL, pid=1))
-        await until(lambda: engine in self.transfer._links)
+    async def link(self, engine: str = "p#0") -> WorkerLink:
+        link = WorkerLink(self.transfer.links.path, Hello(engine=engine, role=Role.PREFILL, pid=1))
+        self._links.append(link)
+        await until(lambda: self.machine.engines.ready((engine,)))
         return link
 
-    async def lease(self, ticket_id: int, engine: str = "p#0") -> Lease:
-        lease = await self.transfer.lease(ticket_id, 1, 10_000, [engine], 0.1)
+    async def lease(self, ticket_id: int, engine: str = "p#0", num_bytes: int = 10_000) -> Lease:
+        lease = await self.transfer.lease(ticket_id, 1, num_bytes, [engine], 5.0)
         assert lease is not None
         return lease
 
+    async def close(self) -> None:
+        for link in self._links:
+            await asyncio.to_thread(link.close)
+        await self.transfer.close()
 
-async def until(what: object, timeout_s: float = 5.0) -> None:
-    assert callable(what)
-    deadline = asyncio.get_running_loop().time() + timeout_s
+
+async def until(what: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not what():
-        assert asyncio.get_running_loop().time() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "it did not happen"
         await asyncio.sleep(0.01)
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[ControllerDriver]:
-    made = ControllerDriver()
+async def node() -> AsyncIterator[Node]:
+    made = Node()
     await made.transfer.start()
     try:
         yield made
     finally:
-        await made.transfer.close()
+        await made.close()
 
 
 def sealed(ticket_id: int, first_page: int = 0, last: bool = False) -> PagesSealed:
@@ -66,102 +85,326 @@ def sealed(ticket_id: int, first_page: int = 0, last: bool = False) -> PagesSeal
     )
 
 
-async def test_a_writer_that_dies_gives_back_what_it_had_half_written(rig: ControllerDriver) -> None:
-    link = await rig.link("p#0")
-    await rig.lease(1)
+def hand_over(lease: Lease, deadline_s: float = 20.0) -> HandOver:
+    seal = Seal(ticket_id=lease.ticket_id, attempt=1, layout_fingerprint="l", num_tokens=64, digests=((1, 2),))
+    return HandOver(ticket_id=lease.ticket_id, attempt=1, seal=seal, lease=lease, deadline_s=deadline_s)
+
+
+def maps_of_staging() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:pageferry-staging")
+
+
+# -- engines and their bytes
+
+
+async def test_a_writer_that_ends_gives_back_what_it_had_half_written(node: Node) -> None:
+    link = await node.link()
+    await node.lease(1)
     link.send(sealed(1))
-    await until(lambda: len(rig.transfer.seals) == 1)
-    link.close()
-    await until(lambda: rig.transfer.staging.bytes_held == 0)
-    assert len(rig.transfer.seals) == 0
-    await until(lambda: (1, 1) in rig.notary.lost)
-    assert rig.notary.lost[(1, 1)] == "engine p#0 is gone"
+    await until(lambda: len(node.machine.seals) == 1)
+    await asyncio.to_thread(link.close)
+    await until(lambda: node.machine.staging.bytes_held == 0)
+    await until(lambda: node.notary.lost.get((1, 1)) == "engine p#0 is gone")
 
 
-async def test_an_engine_that_is_gone_gets_no_bytes(rig: ControllerDriver) -> None:
-    """Its replica may not know yet; nothing would tell when the bytes are free again."""
-    link = await rig.link("p#0")
-    link.close()
-    await until(lambda: not rig.transfer._links)
-    assert await rig.transfer.lease(1, 1, 10_000, ["p#0"], 5.0) is None
-    assert rig.transfer.staging.bytes_held == 0
-    back = await rig.link("p#0")
-    await rig.lease(1)
-    back.close()
-
-
-async def test_a_lease_that_was_given_up_while_it_waited_is_not_granted(rig: ControllerDriver) -> None:
-    link = await rig.link("p#0")
-    assert await rig.transfer.lease(1, 1, 1 << 20, ["p#0"], 0.1) is not None  # everything there is
-    waiting = asyncio.ensure_future(rig.transfer.lease(2, 1, 10_000, ["p#0"], 5.0))
-    await asyncio.sleep(0.02)
-    await rig.transfer.drop_writer(2, 1, ["p#0"])  # its caller has left
-    await rig.transfer.drop_writer(1, 1, ["p#0"])
-    assert await waiting is None
-    assert rig.transfer.staging.bytes_held == 0
-    link.close()
-
-
-async def test_pages_of_a_lease_that_is_not_here_leave_nothing_behind(rig: ControllerDriver) -> None:
-    """A prefill that was under way when the actor was restarted goes on telling of its pages."""
-    link = await rig.link("p#0")
-    link.send(sealed(7, first_page=4, last=True))
-    link.send(sealed(8))
-    link.send(WriterDone(ticket_id=8, attempt=1))
-    await rig.lease(9)
-    link.send(sealed(9, last=True))
-    await until(lambda: (9, 1) in rig.notary.sealed)
-    assert len(rig.transfer.seals) == 0 and not rig.transfer.seals._void
-    assert set(rig.notary.sealed) == {(9, 1)}
-    link.close()
-
-
-async def test_the_same_lease_asked_for_twice_is_the_same_bytes(rig: ControllerDriver) -> None:
-    """Ray repeats calls whose answer it lost."""
-    link = await rig.link("p#0")
-    first, again, other = await rig.lease(1), await rig.lease(1), await rig.lease(2)
-    assert first == again and other.offset != first.offset
-    assert rig.transfer.status().held == ((1, 1), (2, 1))
-    await rig.transfer.drop_writer(1, 1, ["p#0"])
-    assert rig.transfer.status().held == ((2, 1),)
-    link.close()
-
-
-async def test_bytes_of_an_engine_that_never_shows_itself_are_not_lost(rig: ControllerDriver) -> None:
-    """It died between two lives of the actor: there is no connection whose end would tell."""
-    await rig.lease(1, "ghost#0")
-    await until(lambda: (1, 1) in rig.notary.lost)  # the lease has run out, but somebody might still write there
-    assert rig.transfer.staging.bytes_held > 0
-    await until(lambda: rig.transfer.staging.bytes_held == 0)
-
-
-async def test_bytes_of_a_slow_engine_that_is_there_stay_its_own(rig: ControllerDriver) -> None:
-    link = await rig.link("p#0")
-    await rig.lease(1)
-    await until(lambda: (1, 1) in rig.notary.lost)
-    await asyncio.sleep(3 * LEASE_S)
-    assert rig.transfer.staging.bytes_held > 0, "it may write there until it says that it will not"
+async def test_a_writer_that_cannot_seal_is_told_at_once(node: Node) -> None:
+    """Not when the hand-over's deadline or the lease ends."""
+    link = await node.link()
+    await node.lease(1)
     link.send(WriterDone(ticket_id=1, attempt=1))
-    await until(lambda: rig.transfer.staging.bytes_held == 0)
-    link.close()
+    await until(lambda: (1, 1) in node.notary.lost)
+    assert node.notary.lost[(1, 1)] == "engine p#0 is done without a complete seal"
 
 
-async def test_an_engine_finds_the_next_life_of_the_actor_by_itself() -> None:
-    first = ControllerDriver()
-    await first.transfer.start()
-    link = await first.link("p#0")
-    link.RETRY_S = 0.05
-    await first.transfer.close()
-    second = ControllerDriver()
-    second.transfer.socket_path = first.transfer.socket_path  # of the same node
-    await second.transfer.start()
+async def test_what_can_never_be_had_raises_and_what_is_full_waits(node: Node) -> None:
+    await node.link()
+    with pytest.raises(StagingError, match="staging_bytes_max"):
+        await node.transfer.lease(1, 1, 2 * MIB, ["p#0"], 5.0)
+    await node.lease(2, num_bytes=MIB)
+    assert await node.transfer.lease(3, 1, MIB, ["p#0"], 0.2) is None
+    waiting = asyncio.ensure_future(node.transfer.lease(4, 1, MIB, ["p#0"], 20.0))
+    await asyncio.sleep(0)
+    await node.transfer.drop_writer(2, 1, ["p#0"])
+    assert isinstance(await waiting, Lease)
+
+
+async def test_both_ends_see_the_same_bytes_and_nobody_can_shrink_them(node: Node) -> None:
+    link = await node.link()
+    lease = await node.lease(1)
+    with link.staging.bytes_of(lease) as view:
+        assert view is not None and len(view) == 10_000
+        view[:3] = b"abc"
+    assert node.transfer.memory.map[lease.offset : lease.offset + 3] == b"abc"
+    with pytest.raises(PermissionError):
+        os.ftruncate(node.transfer.memory.fd, 4096)
+    assert os.readlink(f"/proc/self/fd/{node.transfer.memory.fd}") == "/memfd:pageferry-staging (deleted)"
+
+
+async def test_an_engine_whose_process_was_killed_is_gone_though_a_child_has_its_socket(node: Node) -> None:
+    code = f"""
+import os, time
+from actors.transfer.channel import Hello
+from actors.transfer.link import WorkerLink
+link = WorkerLink({node.transfer.links.path!r}, Hello(engine="p#9", role="prefill", pid=1))
+if child := os.fork():
+    print(child, flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
     try:
-        await until(lambda: "p#0" in second.transfer._links)  # nothing was sent meanwhile
-        await second.lease(1)
-        link.close()
-        await until(lambda: second.transfer.staging.bytes_held == 0)
+        await until(lambda: node.machine.engines.ready(("p#9",)))
+        await node.lease(1, "p#9")
+        process.kill()
+        await until(lambda: node.machine.staging.bytes_held == 0)
+        await until(lambda: (1, 1) in node.notary.lost)
     finally:
-        await second.transfer.close()
+        os.kill(child, signal.SIGKILL)
+        end(process)
+
+
+async def test_an_engine_that_loses_its_link_keeps_no_bytes_and_touches_none(node: Node) -> None:
+    """Its process lives: the bytes are lent again only when it has let go of them."""
+    link = await node.link()
+    lease = await node.lease(1, num_bytes=MIB)
+    with link.staging.bytes_of(lease) as view:
+        assert view is not None
+        node.transfer.links.close()
+        node.transfer.links.start()
+        await until(lambda: (1, 1) in node.notary.lost)
+        await until(lambda: node.machine.engines.links["p#0"] == 2)
+        await asyncio.sleep(0.3)
+        assert node.machine.staging.bytes_held > 0 and not node.machine.engines.ready(("p#0",))
+    await until(lambda: node.machine.staging.bytes_held == 0)
+    await node.lease(2, num_bytes=MIB)
+    with link.staging.bytes_of(lease) as view:
+        assert view is None, "a late page of the ticket whose bytes were taken away"
+
+
+# -- a transfer actor that hangs or dies
+
+
+ACTOR = """
+import asyncio, sys
+from actors.transfer.actor import KVTransfer
+from ops.engine_pair import LocalHandle, FakeController
+
+async def main():
+    transfer = KVTransfer("ab" * 16, 64 << 20, 60.0, sys.argv[1])
+    transfer._controller = LocalHandle(FakeController())
+    print((await transfer.start())["socket"], flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def actor_process(application: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen([sys.executable, "-c", ACTOR, application], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+async def test_an_actor_that_hangs_stops_no_engine_and_is_found_again() -> None:
+    application = f"t{os.getpid()}"
+    process, path = actor_process(application)
+    link = WorkerLink(path, Hello(engine="p#0", role=Role.PREFILL, pid=1))
+    link.RETRY_S = 0.05  # type: ignore[misc]
+    try:
+        await until(lambda: link.staging._map is not None)
+        os.kill(process.pid, signal.SIGSTOP)
+        longest, message = 0.0, sealed(1)
+        for _ in range(100_000):  # more than the socket and the link's own bound take
+            began = time.perf_counter()
+            link.send(message)
+            longest = max(longest, time.perf_counter() - began)
+        assert longest < 1.0, "a step waited for it"
+        assert link.dropped > 0
+        os.kill(process.pid, signal.SIGCONT)
+        await until(lambda: link.staging._map is not None and link.send(message))
+    finally:
+        link.close()
+        end(process)
+
+
+async def test_memory_of_an_actor_that_died_goes_and_the_next_one_is_mapped() -> None:
+    """Engines kept the old memory mapped until new memory came, which then did not fit."""
+    before, application = maps_of_staging(), f"u{os.getpid()}"
+    process, path = actor_process(application)
+    link = WorkerLink(path, Hello(engine="p#0", role=Role.PREFILL, pid=1))
+    link.RETRY_S = 0.05  # type: ignore[misc]
+    try:
+        await until(lambda: maps_of_staging() == before + 1)
+        end(process)
+        await until(lambda: maps_of_staging() == before)
+        process, again = actor_process(application)
+        assert again == path
+        await until(lambda: maps_of_staging() == before + 1)
+    finally:
+        await asyncio.to_thread(link.close)
+        end(process)
+    await until(lambda: maps_of_staging() == before)
+
+
+# -- between nodes
+
+
+async def two_nodes(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> tuple[Node, Node, Lease]:
+    there, here = Node(num_bytes), Node(num_bytes)
+    await there.transfer.start()
+    await here.transfer.start()
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: LocalHandle(there.transfer))
+    link = await there.link()
+    await here.link("d#0")
+    lease = await there.lease(1, num_bytes=num_bytes)
+    there.transfer.memory.map[: lease.num_bytes] = b"\xaa" * lease.num_bytes
+    link.send(sealed(1, last=True))
+    await until(lambda: (1, 1) in there.notary.sealed)
+    return there, here, lease
+
+
+async def test_bytes_come_from_another_node_in_pieces_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here, lease = await two_nodes(monkeypatch, 256 * MIB)
+    num_turns, reading = 0, asyncio.ensure_future(here.transfer.begin_read(hand_over(lease), ["d#0"]))
+    try:
+        while not reading.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        assert isinstance(reading.result(), Lease)
+        assert num_turns > 256 * MIB // fetch.PIECE_BYTES, "the loop turned while the bytes were copied"
+        assert bytes(here.transfer.memory.map[: lease.num_bytes]) == b"\xaa" * lease.num_bytes
+        with pytest.raises(StagingError, match="the most is"):
+            await there.transfer.read(lease, 0, fetch.PIECE_BYTES + 1)
+    finally:
+        await there.close()
+        await here.close()
+
+
+async def test_a_fetch_whose_ticket_ended_never_writes_into_the_next_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here, lease = await two_nodes(monkeypatch, 64 * MIB)
+    await here.link("p#1")
+    copied = np.copyto
+
+    def slow(into: np.ndarray, piece: np.ndarray) -> None:
+        time.sleep(0.2)
+        copied(into, piece)
+
+    monkeypatch.setattr(np, "copyto", slow)
+    try:
+        reading = asyncio.ensure_future(here.transfer.begin_read(hand_over(lease), ["d#0"]))
+        await until(lambda: here.machine.fetches.running)
+        await asyncio.sleep(0.05)
+        await here.transfer.release([(1, 1)])
+        assert await reading is Verdict.STALE
+        other = await here.transfer.lease(2, 1, 64 * MIB, ["p#1"], 20.0)
+        assert other is not None and other.offset == 0
+        here.transfer.memory.map[: 64 * MIB] = b"\x55" * (64 * MIB)
+        await asyncio.sleep(0.5)
+        assert set(here.transfer.memory.map[: 64 * MIB]) == {0x55}
+    finally:
+        await there.close()
+        await here.close()
+
+
+async def test_a_fetch_that_another_node_cannot_answer_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here, lease = await two_nodes(monkeypatch, MIB)
+    try:
+        await there.transfer.release([(1, 1)])
+        assert await here.transfer.begin_read(hand_over(lease), ["d#0"]) is Verdict.MISSING
+        assert here.machine.staging.bytes_held == 0
+        monkeypatch.setattr(ray, "get_actor", no_such_actor)
+        other = Lease(ticket_id=2, attempt=1, node_id="gone", segment="s", offset=0, num_bytes=10)
+        assert await here.transfer.begin_read(hand_over(other), ["d#0"]) is Verdict.MISSING
+    finally:
+        await there.close()
+        await here.close()
+
+
+def no_such_actor(name: str, namespace: str) -> None:
+    raise ValueError(f"there is no actor {name}")
+
+
+# -- settings and places
+
+
+async def test_a_changed_setting_takes_effect_and_engines_follow(node: Node) -> None:
+    link = await node.link()
+    first = await node.lease(1)
+    await node.transfer.start(4 * MIB, 30.0)
+    waiting = asyncio.ensure_future(node.transfer.lease(2, 1, 3 * MIB, ["p#0"], 20.0))
+    await asyncio.sleep(0.05)
+    assert not waiting.done() and node.transfer.status().bytes_max == MIB, "the old one is in use"
+    await node.transfer.drop_writer(1, 1, ["p#0"])
+    lease = await waiting
+    assert lease is not None and lease.segment != first.segment
+    assert node.transfer.status().bytes_max == 4 * MIB and node.machine.lease_ns == 30 * 10**9
+    with link.staging.bytes_of(lease) as view:
+        assert view is not None and len(view) == 3 * MIB
+        view[-1] = 7
+    assert node.transfer.memory.map[lease.offset + 3 * MIB - 1] == 7
+    with link.staging.bytes_of(first) as view:
+        assert view is None
+
+
+async def test_a_size_that_is_not_there_leaves_the_old_one_working(node: Node) -> None:
+    link = await node.link()
+    await node.transfer.start(1 << 50, 30.0)
+    await until(lambda: node.transfer.status().bytes_max == MIB and not node.machine._making)
+    lease = await node.lease(1)
+    with link.staging.bytes_of(lease) as view:
+        assert view is not None
+
+
+def test_more_memory_than_the_machine_has_is_refused_at_once() -> None:
+    with pytest.raises(MemoryRefused, match=r"transfer\.staging_bytes_max .* bytes of memory are left"):
+        KVTransfer("n", 1 << 50, 1.0, "")
+
+
+def test_huge_pages_are_used_only_where_the_kernel_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = int(next(Path("/sys/kernel/mm/hugepages").glob("hugepages-2048kB")).joinpath("free_hugepages").read_text())
+    staging = memory.StagingMemory(4 * MIB)
+    assert staging.huge_pages == (free >= 2)
+    staging.close()
+
+
+async def test_a_long_temporary_folder_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch systems have paths that are too long for a Unix socket."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    node = Node()
+    await node.transfer.start()
+    try:
+        await node.link()
+    finally:
+        await node.close()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_folder_that_others_can_enter_is_refused(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    folder = short_path / f"pageferry-{os.getuid()}"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(MemoryRefused, match="mode 755: remove it or set TMPDIR"):
+        KVTransfer("n", MIB, 1.0, "")
+    folder.rmdir()
+    folder.symlink_to("/tmp")
+    with pytest.raises(MemoryRefused, match="must be a folder of user"):
+        KVTransfer("n", MIB, 1.0, "")
+
+
+# -- the controller
 
 
 class Restarting:
@@ -181,23 +424,21 @@ class Restarting:
 
 
 async def test_a_controller_that_was_away_hears_again_of_every_seal_that_waits_for_its_reader(
-    rig: ControllerDriver, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller = Restarting()
-    rig.transfer._controller = LocalHandle(controller)
+    node.transfer._controller = LocalHandle(controller)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: LocalHandle(controller))
-    link = await rig.link("p#0")
-    rig.transfer.lease_ns = 60 * 10**9
+    link = await node.link()
     for ticket_id in (1, 2, 3):
-        await rig.lease(ticket_id)
+        await node.lease(ticket_id)
         link.send(sealed(ticket_id, last=True))
 
     def told() -> list[int]:
         return [event.seal.ticket_id for report in controller.told for event in report if isinstance(event, Sealed)]
 
     await until(lambda: sorted(told()) == [1, 2, 3])
-    await rig.transfer.release([(2, 1)])
+    await node.transfer.release([(2, 1)])
     controller.failing = True
     await until(lambda: not controller.failing and len(controller.told) > 1)
     assert sorted(told()) == [1, 3], "once each, and not the one whose bytes are given back"
-    link.close()

@@ -11,6 +11,7 @@ Invariants:
 8. A report that fails is repeated: events reach the controller at least once, in order.
 9. Nothing leaks: when engines and copies have ended and time has passed, all bytes are free and no table has an entry.
 10. `violations()` is empty after every step.
+11. An opening is reported once, when every shard has reported it, and only for engines that were reading.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.messages import HandOver, Lease, LeaseLost, Opened, Seal, Sealed, TransferEvent, Verdict
+from actors.messages import HandOver, Lease, LeaseLost, Opened, OpenedAt, Seal, Sealed, TransferEvent, Verdict
 from actors.transfer import events as ev
-from actors.transfer.channel import LeasesDropped, PagesOpened, PagesSealed, WriterDone
+from actors.transfer.channel import PagesOpened, PagesSealed, StagingMapped, WriterDone
 from actors.transfer.machine import TransferMachine
 from actors.transfer.staging import ALIGN_BYTES, Key, aligned
 
@@ -51,6 +52,7 @@ class Model:
     ended: set[Key] = field(default_factory=set)
     sealed_shards: dict[Key, set[int]] = field(default_factory=dict)
     pending: dict[int, int] = field(default_factory=dict)  # call -> deadline
+    opened_shards: dict[Key, set[int]] = field(default_factory=dict)
     fetches: dict[int, Key] = field(default_factory=dict)
     copies: dict[int, Key] = field(default_factory=dict)
     sizes: dict[Key, int] = field(default_factory=dict)
@@ -88,8 +90,8 @@ class TransferLaws(RuleBasedStateMachine):
                     del model.pending[call_id]
                     if isinstance(value, Lease):
                         self.lend(call_id, value)
-                case ev.Refuse(call_id):
-                    del model.pending[call_id]  # 2
+                case ev.Refuse():
+                    raise AssertionError(f"{effect} for what fits, or is held already")  # 3
                 case ev.StartFetch(fetch_id, source, offset):
                     key = (source.ticket_id, source.attempt)
                     model.fetches[fetch_id] = key
@@ -100,10 +102,9 @@ class TransferLaws(RuleBasedStateMachine):
                 case ev.Welcome(engine, link, revoked):
                     assert self.link_of[engine] == link
                     # Its worker lets go at once; the tests of the machine have the late case.
-                    if revoked:
-                        for key in revoked:
-                            self.let_go(engine, key)
-                        self.step(ev.FromEngine(engine, LeasesDropped(keys=list(revoked))))
+                    for key in revoked:
+                        self.let_go(engine, key)
+                    self.step(ev.FromEngine(engine, StagingMapped(segment=self.machine.segment, dropped=list(revoked))))
                 case ev.Report(_, events):
                     assert self.report is None, "one report at a time"
                     self.report = events
@@ -198,12 +199,11 @@ class TransferLaws(RuleBasedStateMachine):
         self.model.ended.add(key)
         self.step(ev.ReaderDropped(key, READERS))
 
-    @rule(ticket=TICKETS)
-    def piece(self, ticket: int) -> None:
-        key = (ticket, self.attempt)
-        lease = Lease(
-            ticket_id=ticket, attempt=self.attempt, node_id="n", segment=self.machine.segment, offset=0, num_bytes=1
-        )
+    @precondition(lambda self: self.machine.outbox.standing)
+    @rule(data=st.data())
+    def piece(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from([sealed.lease for sealed in self.machine.outbox.standing.values()]))
+        key = (lease.ticket_id, lease.attempt)
         call = self.call(key, (), 0)
         self.model.copies[call] = key
         self.step(ev.PieceAsked(call, lease, 0, 1))
@@ -269,9 +269,27 @@ class TransferLaws(RuleBasedStateMachine):
             seconds=0.0,
         )
         self.let_go(touch.who, touch.key)
+        shard = READERS.index(touch.who)
+        self.model.opened_shards.setdefault(touch.key, set()).add(shard)
         for _ in range(1 + twice):
-            shard = READERS.index(touch.who)
             self.step(ev.FromEngine(touch.who, PagesOpened(opened=opened, shard=shard, num_shards=2)))
+
+    @rule(engine=st.sampled_from(READERS), ticket=TICKETS)
+    def reports_what_it_does_not_read(self, engine: str, ticket: int) -> None:
+        key = (ticket, self.attempt)
+        if any((t.who, t.key) == (engine, key) for t in self.model.touching):
+            return
+        opened = Opened(
+            ticket_id=ticket,
+            attempt=self.attempt,
+            replica_id="d",
+            num_pages=1,
+            num_bytes=1,
+            num_tokens=1,
+            verdicts={Verdict.OK: 1},
+            seconds=0.0,
+        )
+        self.step(ev.FromEngine(engine, PagesOpened(opened=opened, shard=READERS.index(engine), num_shards=2)))
 
     @rule(engine=st.sampled_from((*WRITERS, *READERS)))
     def link_breaks(self, engine: str) -> None:
@@ -324,6 +342,9 @@ class TransferLaws(RuleBasedStateMachine):
         else:
             self.heard += events
             for event in events:
+                if isinstance(event, OpenedAt):
+                    key = (event.opened.ticket_id, event.opened.attempt)
+                    assert len(self.model.opened_shards.pop(key)) == 2, "once, and of both shards"  # 11
                 if isinstance(event, Sealed):
                     key = (event.seal.ticket_id, event.seal.attempt)
                     assert len(event.seal.digests) == len(self.model.sealed_shards[key])  # 5
@@ -334,7 +355,7 @@ class TransferLaws(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_beside_memory_that_would_do(self) -> None:
         for waiting in self.machine.queue:
-            if self.machine.engines.connected(waiting.engines):
+            if self.machine.engines.ready(waiting.engines):
                 holes = self.machine.staging.holes
                 assert all(size < aligned(waiting.num_bytes) for _, size in holes)  # 6
                 kept = self.machine.queue.kept

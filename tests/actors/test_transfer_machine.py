@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.messages import HandOver, Lease, LeaseLost, Opened, OpenedAt, Seal, Sealed, Verdict
 from actors.transfer import events as ev
-from actors.transfer.channel import LeasesDropped, PagesOpened, PagesSealed, WriterDone
+from actors.transfer.channel import PagesOpened, PagesSealed, StagingMapped, WriterDone
 from actors.transfer.machine import TransferMachine
 from actors.transfer.staging import Key
 
@@ -41,9 +41,16 @@ class Node:
             self.step(ev.ReportAnswered(()))
         return effects
 
-    def connect(self, engine: str) -> list[ev.Effect]:
+    def connect(self, engine: str, maps: bool = True) -> list[ev.Effect]:
         self._links += 1
-        return self.step(ev.EngineConnected(engine, self._links))
+        effects = self.step(ev.EngineConnected(engine, self._links))
+        if maps:
+            self.mapped(engine)
+        return effects
+
+    def mapped(self, engine: str, *dropped: Key) -> None:
+        segment = self.machine.segment
+        self.step(ev.FromEngine(engine, StagingMapped(segment=segment, dropped=list(dropped))))
 
     def at(self, seconds: float) -> None:
         self.now_ns = int(seconds * SECOND)
@@ -279,7 +286,12 @@ def test_an_ended_or_older_hand_over_is_not_read() -> None:
     node.seal(1)
     older = Lease(ticket_id=1, attempt=1, node_id="here", segment="here-0", offset=0, num_bytes=MIB)
     assert node.answers[node.read(hand_over(older))] is Verdict.MISSING
-    assert node.answers[node.read(hand_over(lease), "d#1")] is Verdict.MISSING, "it has no link"
+    early, late = node.read(hand_over(lease), "d#1"), node.read(hand_over(lease), "d#2", wait_s=1)
+    assert early not in node.answers, "it has no link yet"
+    node.connect("d#1")
+    assert node.answers[early] == lease
+    node.at(1)
+    assert node.answers[late] is Verdict.MISSING
     node.step(ev.Released(((1, 1),)))
     assert node.answers[node.read(hand_over(lease))] is Verdict.STALE
 
@@ -308,6 +320,14 @@ def test_bytes_of_another_node_are_fetched_once_and_read_here() -> None:
     assert isinstance(lease, Lease) and lease.node_id == "here" and lease.offset == fetch.offset
     assert node.answers[calls[1]] == lease
     node.step(ev.FromEngine("d#0", opened(1)))
+    assert node.machine.staging.bytes_held == 0
+
+
+def test_fetched_bytes_whose_readers_are_gone_are_given_back() -> None:
+    node = Node()
+    node.read(far(1))
+    node.step(ev.FetchEnded(fetch_of(node).fetch_id, complete=True))
+    node.step(ev.EngineGone("d#0", 2))
     assert node.machine.staging.bytes_held == 0
 
 
@@ -364,9 +384,10 @@ def test_bytes_of_an_engine_that_lost_its_link_stay_its_own_until_it_lets_go() -
     assert node.machine.staging.bytes_held > 0
     later = node.ask(2)
     assert later not in node.answers, "it has to connect first"
-    effects = node.connect("p#0")
-    assert ev.Welcome("p#0", 3, ((1, 1),)) in effects and isinstance(node.answers[later], Lease)
-    node.step(ev.FromEngine("p#0", LeasesDropped(keys=[(1, 1)])))
+    effects = node.connect("p#0", maps=False)
+    assert ev.Welcome("p#0", 3, ((1, 1),)) in effects and later not in node.answers
+    node.mapped("p#0", (1, 1))
+    assert isinstance(node.answers[later], Lease)
     assert node.machine.staging.get((1, 1)) is None and node.machine.staging.get((2, 1)) is not None
     node.step(ev.EngineGone("p#0", 1))
     assert node.machine.staging.get((2, 1)) is not None, "that was an earlier link"
@@ -385,6 +406,18 @@ def test_a_reader_that_dies_gives_its_bytes_back_with_their_ticket() -> None:
     assert node.lost() == {(1, 1): "the staging lease ran out"} and node.machine.staging.bytes_held == 0
 
 
+def test_a_lease_lives_while_pages_are_sealed() -> None:
+    node = Node()
+    node.step(ev.LeaseAsked(100, (1, 1), MIB, ("p#0",), SECOND, keep_ns=5 * SECOND))
+    for second in (4, 8, 12):
+        node.at(second)
+        node.step(ev.FromEngine("p#0", sealed(1, last=False)))
+    node.at(16)
+    assert node.lost() == {}
+    node.at(17)
+    assert node.lost() == {(1, 1): "the staging lease ran out"}
+
+
 # -- settings
 
 
@@ -397,6 +430,8 @@ def test_another_size_takes_effect_when_no_lease_is_left() -> None:
     assert node.step(ev.WriterDropped((1, 1), ("p#0",))) == [ev.MakeStaging(64 * MIB)]
     effects = node.step(ev.StagingMade("here-2", 64 * MIB))
     assert ev.Welcome("p#0", 1, ()) in effects and ev.Welcome("d#0", 2, ()) in effects
+    assert large not in node.answers, "the engine has not mapped it yet"
+    node.mapped("p#0")
     lease = node.answers[large]
     assert isinstance(lease, Lease) and lease.segment == "here-2" and node.machine.status().bytes_max == 64 * MIB
     node.at(5)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from rich.console import Console
 
 from actors.controller import status as view
 from actors.controller.machine import Machine
+from actors.transfer.memory import socket_folder
 from app.cli import main
 from app.commands.own_http import DIRECT, opener
 from app.commands.serve import Service
@@ -211,14 +214,32 @@ def test_marked_processes_end_even_when_they_do_not_want_to() -> None:
         other.wait()
 
 
-def test_staging_memory_of_an_ended_process_is_swept(tmp_path: Path) -> None:
-    ours = Path("/dev/shm") / f"pageferry-test-{os.getpid()}"
-    others = Path("/dev/shm") / f"pageferry-test-{os.getpid()}9"
-    try:
-        for path in (ours, others):
-            path.write_bytes(b"x")
-        sweep([os.getpid()])
-        assert not ours.exists() and others.exists()
-    finally:
-        for path in (ours, others):
-            path.unlink(missing_ok=True)
+def test_shared_memory_of_processes_that_had_to_be_killed_is_taken_away() -> None:
+    """By Python's resource tracker of each, which is therefore ended last."""
+    mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    code = """
+import signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(SharedMemory(create=True, size=4096).name, flush=True)
+time.sleep(60)
+"""
+    environment = {**os.environ, MARK: mark}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        file = Path("/dev/shm", process.stdout.readline().strip())
+        assert file.exists()
+        assert end_marked(mark, grace_s=0.3) == []
+    assert not file.exists()
+
+
+def test_sockets_without_a_listener_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        dead, alive = (socket_folder() / f"transfer-x-{name}.sock" for name in ("dead", "alive"))
+        with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as listens:
+            gone.bind(str(dead))
+            listens.bind(str(alive))
+            listens.listen()
+            sweep()
+            assert not dead.exists() and alive.exists()

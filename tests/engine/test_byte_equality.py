@@ -142,7 +142,7 @@ async def test_pages_are_what_decode_would_have_written(num_tokens: int, scales:
             assert torch.equal(bench.target[layer][target_ids], expected[layer][target_ids])
             others = [i for i in range(BLOCKS) if i not in target_ids]
             assert (bench.target[layer][others] == POISON).all(), "a page of somebody else was written"
-        assert len(bench.transfer.staging) == 0 and bench.transfer.staging.breaches() == []
+        assert len(bench.transfer.machine.staging) == 0 and bench.transfer.machine.violations() == []
 
 
 async def test_a_changed_page_is_not_written() -> None:
@@ -153,7 +153,7 @@ async def test_a_changed_page_is_not_written() -> None:
         sealed = await bench.seal(8, 4 * BLOCK, ids, chunk_pages=4)
         layout = bench.decode.layout
         assert layout is not None
-        bench.transfer._memory[sealed.lease.offset + 2 * layout.page_bytes + 77] ^= 0x10
+        bench.transfer.memory.map[sealed.lease.offset + 2 * layout.page_bytes + 77] ^= 0x10
         assert await bench.open(sealed, ids) == {Verdict.OK: 3, Verdict.MISMATCH: 1}
         for layer in range(LAYERS):
             assert (bench.target[layer][ids[2]] == POISON).all()

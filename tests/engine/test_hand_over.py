@@ -142,7 +142,7 @@ async def test_abort_while_prefilling(settled: EnginePair, tokenizer: Any) -> No
     ticket = settled.ticket("abort-prefill", 1500)
     task = asyncio.create_task(settled.seal(ticket, prompt_of(tokenizer, 1500, "abort")))
     await asyncio.sleep(0.4)
-    assert len(settled.transfer.staging) == 1 and not task.done()
+    assert len(settled.transfer.machine.staging) == 1 and not task.done()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -151,7 +151,7 @@ async def test_abort_while_prefilling(settled: EnginePair, tokenizer: Any) -> No
 async def test_abort_with_pages_in_staging(settled: EnginePair, tokenizer: Any) -> None:
     ticket = settled.ticket("abort-sealed", 200)
     await settled.seal(ticket, prompt_of(tokenizer, 200, "sealed"))
-    assert len(settled.transfer.staging) == 1
+    assert len(settled.transfer.machine.staging) == 1
     await settled.transfer.release([(ticket.ticket_id, 1)])
 
 
@@ -171,7 +171,7 @@ async def test_changed_bytes_are_computed_again(settled: EnginePair, tokenizer: 
     prompt = prompt_of(tokenizer, 130, "changed")
     ticket = settled.ticket("changed", 130)
     over, _ = await settled.seal(ticket, prompt)
-    settled.transfer._memory[over.lease.offset + 1000] ^= 1
+    settled.transfer.memory.map[over.lease.offset + 1000] ^= 1
     tokens: list[int] = []
     async for output in settled.stream("changed", prompt, greedy(), ticket, over):
         tokens += output.new_token_ids

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from serve_command import serving
 
+from actors.engine import engine_shm
 from app.client import Client
 from app.processes import MARK
 
@@ -29,7 +30,7 @@ def marks() -> dict[str, list[int]]:
 
 @pytest.mark.timeout(300)
 def test_serve_answers_and_ends_with_everything_it_started() -> None:
-    before, staging = set(marks()), set(Path("/dev/shm").glob("pageferry-*"))
+    before = set(marks())
     with serving(["pools.prefill.replicas=0", "model.max_model_len=1024"]) as (process, url, shown):
         assert "waiting for Decode 0/1 (engine start-up)" in shown
         assert f"curl {url}/v1/chat/completions" in shown
@@ -38,6 +39,8 @@ def test_serve_answers_and_ends_with_everything_it_started() -> None:
             assert client.healthy()
             assert client.chat("Name a colour.", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
         [ours] = set(marks()) - before
+        shared = engine_shm.mapped_by(marks()[ours])
+        assert shared, "an engine core and its worker talk through shared memory"
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
         rest = process.stdout.read()
@@ -47,4 +50,4 @@ def test_serve_answers_and_ends_with_everything_it_started() -> None:
     while ours in marks() and time.monotonic() < until:
         time.sleep(0.1)
     assert ours not in marks()
-    assert set(Path("/dev/shm").glob("pageferry-*")) <= staging
+    assert not shared & {path.name for path in Path("/dev/shm").iterdir()}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +16,25 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.messages import HandOver, Lease, Seal, Verdict
+from actors.messages import HandOver, Lease, Role, Seal, Verdict
 from actors.transfer import actor
-from actors.transfer.channel import Segments
+from actors.transfer.channel import Hello, PagesSealed
+from actors.transfer.fetch import PIECE_BYTES
+from actors.transfer.link import WorkerLink
+from cluster.names import NAMESPACE
 
 APPLICATION = "two-nodes"
+SEALED = PagesSealed(
+    ticket_id=1,
+    attempt=1,
+    shard=0,
+    num_shards=1,
+    first_page=0,
+    digests=[1],
+    layout_fingerprint="f",
+    num_tokens=1,
+    last=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,42 +56,100 @@ def nodes() -> Iterator[list[str]]:
 
 
 async def test_bytes_cross_nodes(nodes: list[str]) -> None:
-    there, here = (actor.get_or_create(node, 4 << 20, 30.0, APPLICATION) for node in nodes)
-    segments = Segments(), Segments()
+    """More than one piece; the engines are this process, linked to both actors as engines are."""
+    there, here = (actor.get_or_create(node, 64 << 20, 30.0, APPLICATION) for node in nodes)
+    num_bytes = 2 * PIECE_BYTES + 12_345
+    places = await asyncio.gather(there.start.remote(), here.start.remote())
+    prefill, decode = (
+        WorkerLink(place["socket"], Hello(engine=engine, role=role, pid=1))
+        for place, engine, role in zip(places, ("p#0", "d#0"), (Role.PREFILL, Role.DECODE))
+    )
     try:
-        await asyncio.gather(there.start.remote(), here.start.remote())
-        lease: Lease = await there.lease.remote(1, 1, 100_000, ["p#0"], 1.0)
-        payload = np.random.default_rng(1).integers(0, 256, 100_000, dtype=np.uint8)
-        view = segments[0].view(lease)
-        assert view is not None
-        view[:] = payload.tobytes()
+        lease: Lease = await there.lease.remote(1, 1, num_bytes, ["p#0"], 10.0)
+        payload = np.random.default_rng(1).integers(0, 256, num_bytes, dtype=np.uint8)
+        with prefill.staging.bytes_of(lease) as view:
+            assert view is not None
+            view[:] = payload.tobytes()
+        prefill.send(SEALED)
         hand_over = over(lease)
+        while (await there.read.remote(lease, 0, 1)) is None:
+            await asyncio.sleep(0.05)  # the seal is on its way
         local: Lease = await here.begin_read.remote(hand_over, ["d#0"])
         assert isinstance(local, Lease) and local.node_id == nodes[1] and local.segment != lease.segment
-        moved = segments[1].view(local)
-        assert moved is not None and bytes(moved) == payload.tobytes()
+        with decode.staging.bytes_of(local) as view:
+            assert view is not None and bytes(view) == payload.tobytes()
         assert (await here.status.remote()).leases == 1
         await here.drop_reader.remote(1, 1, ["d#0"])
         assert (await here.status.remote()).bytes_held == 0
+        assert await here.begin_read.remote(hand_over, ["d#0"]) is Verdict.STALE
         # Once the source has given the bytes up, there is nothing to fetch.
-        await there.drop_writer.remote(1, 1, ["p#0"])
-        assert await here.begin_read.remote(hand_over, ["d#0"]) is Verdict.MISSING
-        assert (await here.status.remote()).bytes_held == 0
+        await there.release.remote([(1, 1)])
+        assert await there.read.remote(lease, 0, 1) is None
     finally:
+        for link in (prefill, decode):
+            link.close()
         await asyncio.gather(there.close.remote(), here.close.remote())
-        for actor in (there, here):
-            ray.kill(actor)
+        for each in (there, here):
+            ray.kill(each)
 
 
 async def test_a_node_that_is_not_there_is_missing(nodes: list[str]) -> None:
     here: Any = actor.get_or_create(nodes[1], 4 << 20, 30.0, APPLICATION)
+    place = await here.start.remote()
+    link = WorkerLink(place["socket"], Hello(engine="d#0", role=Role.DECODE, pid=1))
     try:
-        await here.start.remote()
-        ghost = Lease(ticket_id=2, attempt=1, node_id="f" * 56, segment="pageferry-f-1", offset=0, num_bytes=10)
+        ghost = Lease(ticket_id=2, attempt=1, node_id="f" * 56, segment="s", offset=0, num_bytes=10)
         assert await here.begin_read.remote(over(ghost), ["d#0"]) is Verdict.MISSING
     finally:
+        link.close()
         await here.close.remote()
         ray.kill(here)
+
+
+async def test_an_actor_that_is_there_already_takes_the_new_settings(nodes: list[str]) -> None:
+    first: Any = actor.get_or_create(nodes[0], 4 << 20, 30.0, APPLICATION)
+    again: Any = actor.get_or_create(nodes[0], 8 << 20, 30.0, APPLICATION)
+    try:
+        await again.start.remote(8 << 20, 30.0)
+        while (await first.status.remote()).bytes_max != 8 << 20:
+            await asyncio.sleep(0.05)
+    finally:
+        await first.close.remote()
+        ray.kill(first)
+
+
+async def test_memory_goes_with_the_last_process_that_has_it(nodes: list[str]) -> None:
+    """An actor that is killed and comes back: its engines drop the old memory, and map the new one."""
+    here: Any = actor.get_or_create(nodes[0], 4 << 20, 30.0, APPLICATION)
+    place = await here.start.remote()
+    link = WorkerLink(place["socket"], Hello(engine="p#0", role=Role.PREFILL, pid=1))
+    try:
+        first: Lease = await here.lease.remote(1, 1, 10, ["p#0"], 10.0)
+        os.kill(await here.pid.remote(), signal.SIGKILL)
+        second: Lease = await here.lease.remote(2, 1, 10, ["p#0"], 60.0)
+        assert second.segment != first.segment
+        with link.staging.bytes_of(first) as old, link.staging.bytes_of(second) as new:
+            assert old is None and new is not None
+        assert Path("/proc/self/maps").read_text().count("memfd:pageferry-staging") == 1
+    finally:
+        link.close()
+        await here.close.remote()
+        ray.kill(here)
+
+
+def test_an_actor_without_controller_and_engines_ends_for_good(nodes: list[str]) -> None:
+    class Impatient(actor.KVTransferActor):  # local: the actor's process cannot import this file
+        async def __init__(self, *args: Any) -> None:
+            actor.ORPHAN_S = 1.0
+            await super().__init__(*args)
+
+    options = {"name": "orphan", "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+    orphan: Any = ray.remote(Impatient).options(**options).remote(nodes[0], 4 << 20, 30.0, "ended")
+    ray.get(orphan.pid.remote())
+    until = time.monotonic() + 60
+    while "orphan" in [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]:
+        assert time.monotonic() < until, "it lives on"
+        time.sleep(0.2)
 
 
 def over(lease: Lease) -> HandOver:

@@ -173,8 +173,8 @@ BUGS = (
     Bug(
         "an engine that has opened its pages stays a reader",
         "actors/transfer/machine.py",
-        "        self.staging.reader_done(key, engine)\n        whole =",
-        "        whole =",
+        "        self.staging.reader_done(key, engine)\n        if (whole :=",
+        "        if (whole :=",
         "none",
     ),
     Bug(
@@ -211,8 +211,8 @@ BUGS = (
     Bug(
         "what is kept for the lease at the front is lent to those behind it",
         "actors/transfer/lease_queue.py",
-        "expires_ns, front and front[1:])",
-        "expires_ns, None)",
+        "now_ns + waiting.keep_ns, front and front[1:])",
+        "now_ns + waiting.keep_ns, None)",
         "full_staging",
     ),
 )

@@ -208,7 +208,7 @@ async def road(harness: Harness, trial: Trial, rng: random.Random) -> None:
     """The proof is lost, late or doubled: decode computes the prompt, or the second one is absorbed."""
     mine, other = _pick(harness, rng, 2)
     neighbour = await harness.start_request(other)
-    seals = harness.pair.transfer.seals
+    seals = harness.pair.transfer.machine.seals
     late, duplicates = seals.late, seals.duplicates
     deadline_s = harness.pair.spec.transfer.hand_over_s
 
