@@ -225,6 +225,7 @@ class PageDelta(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     added: dict[int, int] = {}
     released: bool = False
+    ticket_id: TicketId = 0  # 0: not known
 
 
 class ReplicaHeartbeat(Request["HeartbeatReply"], frozen=True, kw_only=True):

@@ -14,11 +14,12 @@ from actors.controller.events import (
 )
 from actors.controller.forecast import SECOND, blocks_for
 from actors.controller.journal import TrackedDict
-from actors.controller.page_book import PageBook, TagMismatch
+from actors.controller.page_book import KEPT_NS, PageBook, TagMismatch
 from actors.controller.recovery import Recovery
 from actors.controller.registry import Node, Replica
 from actors.controller.ticket_state import TicketEvent
 from actors.controller.tickets import ATTEMPTS_MAX
+from actors.engine.integrity.ledger import tag_epoch
 from actors.messages import (
     CommandKind,
     FrontendCommand,
@@ -29,6 +30,7 @@ from actors.messages import (
     Occupancy,
     Outcome,
     Overloaded,
+    PageDelta,
     ReplicaEvent,
     ReplicaEventKind,
     ReplicaHeartbeat,
@@ -71,7 +73,7 @@ class Membership(Recovery):
         if known is not None:
             self._drop_replica(known, f"{new.replica_id} has restarted", now_ns)
         idle = Occupancy(blocks_total=new.blocks_total, blocks_free=new.blocks_total, blocks_held=0)
-        replica = Replica(new, now_ns, now_ns, idle)
+        replica = Replica(new, now_ns, now_ns, idle, book=PageBook(tag_epoch(new.replica_id, new.incarnation)))
         self.registry.replicas[new.replica_id] = replica
         for ticket_id in sorted(self._orphaned_by_replica.pop(new.replica_id, ())):
             live = self.registry.tickets.get(ticket_id)
@@ -106,9 +108,8 @@ class Membership(Recovery):
         for thing in beat.events:
             self._attempt(self._replica_event, replica, thing, thing.ticket_id in released, now_ns)
         if beat.pages_whole:
-            replica.book = PageBook()
-        for delta in beat.pages:
-            replica.book.apply(delta)
+            replica.book = PageBook(replica.book.epoch)
+        self._check_pages(replica, beat.pages, now_ns)
         replica.unexplained = max(0, beat.occupancy.blocks_held - replica.landed)
         self._extend_overdue(replica, now_ns)
         self.selector.refresh(replica)
@@ -152,6 +153,20 @@ class Membership(Recovery):
             self.registry.move(live, TicketEvent.PREFILL_STARTED if prefill else TicketEvent.DECODE_STARTED, now_ns)
         elif not gone and (live.ticket.prefill if prefill else live.ticket.decode) != replica.id:
             replica.cancel[(thing.ticket_id, live.ticket.attempt - 1)] = CANCEL_REPEATS
+
+    def _check_pages(self, replica: Replica, pages: tuple[PageDelta, ...], now_ns: int) -> None:
+        """What the report says of pages, and what has not been reported for too long: logged once, kept for audits."""
+        found = [text for delta in pages for text in replica.book.apply(delta, replica.announcement.blocks_total)]
+        found += replica.book.look(lambda t: t in self.registry.tickets or self._unclaimed(t, now_ns), now_ns)
+        held, tickets = replica.occupancy.blocks_held, replica.tickets
+        replica.held_alone_ns = (replica.held_alone_ns or now_ns) if held and not tickets else 0
+        if replica.held_alone_ns and now_ns - replica.held_alone_ns >= KEPT_NS:
+            found.append(f"{held} blocks are held and no ticket is there")
+        for text in found:
+            if text not in replica.page_violations:
+                self._add("page_book_violations")
+                self._out.append(Log(f"{replica.id}: {text}", is_error=True))
+        replica.page_violations = tuple(found)
 
     def _tag_mismatch(self, replica: Replica, thing: ReplicaEvent, now_ns: int) -> None:
         """The engine has ended the request already; here it is counted, and held against what the book knows."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from actors.controller.journal import Tracked, TrackedDict
+from actors.engine.integrity.ledger import COUNTER_BITS
 from actors.messages import Occupancy, PageDelta, ReplicaId, Role, TicketId
+
+KEPT_NS = 15_000_000_000  # an engine gives pages back within a step, and its next reports say so
 
 
 class TagMismatch(msgspec.Struct, frozen=True):
@@ -29,18 +34,25 @@ class TagMismatch(msgspec.Struct, frozen=True):
 class PageBook(Tracked):
     """Pages of one replica by owner, from batched deltas: page id -> tag and number of owners."""
 
-    __slots__ = ("owners", "pages", "suspicions")
+    __slots__ = ("ended", "epoch", "owners", "pages", "suspicions", "tickets")
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch  # in the tags of the replica's present life
+        self.tickets: TrackedDict[str, TicketId] = TrackedDict()  # of owners, where the report named one
+        self.ended: TrackedDict[str, int] = TrackedDict()  # owners whose ticket is over: since when
         self.owners: TrackedDict[str, TrackedDict[int, int]] = TrackedDict()
         self.pages: TrackedDict[int, tuple[int, int]] = TrackedDict()  # page -> (tag, owners)
         self.suspicions = 0  # ever: a page taken under a new tag while another request still owned it under the old one
 
-    def apply(self, delta: PageDelta) -> None:
+    def apply(self, delta: PageDelta, blocks_total: int) -> list[str]:
+        """Returns what is wrong with the report, in plain words; it is taken in all the same."""
         if delta.released:
             self._release(delta.request_id)
         if not delta.added:
-            return
+            return []
+        found: list[str] = []
+        if delta.ticket_id:
+            self.tickets[delta.request_id] = delta.ticket_id
         owned = self.owners.setdefault(delta.request_id, TrackedDict())
         for page, tag in delta.added.items():
             had = owned.get(page)
@@ -50,12 +62,35 @@ class PageBook(Tracked):
                 self._drop(page, had)
             known_tag, owners = self.pages.get(page, (tag, 0))
             if known_tag != tag:
-                self.suspicions += owners > 0
+                if owners:
+                    self.suspicions += 1
+                    found.append(f"page {page} was taken with tag {tag:#x} while another request owned {known_tag:#x}")
                 owners = 0
+            if not 0 <= page <= blocks_total:
+                found.append(f"page {page} is outside 0 .. {blocks_total}")
+            if self.epoch and (tag >> COUNTER_BITS) - self.epoch not in (0, 1):  # 1: its counter has run over
+                found.append(f"page {page} has tag {tag:#x}, of another life of the replica")
             owned[page] = tag
             self.pages[page] = (tag, owners + 1)
+        return found
+
+    def look(self, is_live: Callable[[TicketId], bool], now_ns: int) -> list[str]:
+        """Owners whose ticket has been over for too long; called at each report."""
+        for request_id, ticket_id in self.tickets.items():
+            if is_live(ticket_id):
+                self.ended.pop(request_id, None)
+            else:
+                self.ended.setdefault(request_id, now_ns)
+        late = [request_id for request_id, since_ns in self.ended.items() if now_ns - since_ns >= KEPT_NS]
+        return [
+            f"request {request_id} holds {len(self.owners.get(request_id, ()))} pages, its ticket "
+            f"{self.tickets[request_id]} ended {(now_ns - self.ended[request_id]) / 1e9:.0f} s ago"
+            for request_id in late
+        ]
 
     def _release(self, request_id: str) -> None:
+        self.tickets.pop(request_id, None)
+        self.ended.pop(request_id, None)
         for page, tag in self.owners.pop(request_id, {}).items():
             self._drop(page, tag)
 

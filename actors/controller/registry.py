@@ -63,6 +63,8 @@ class Replica(Tracked):
     cancel: TrackedDict[tuple[TicketId, int], int] = field(default_factory=TrackedDict)  # to tell; how often still
     counters: TrackedDict[str, float] = field(default_factory=TrackedDict)
     book: PageBook = field(default_factory=PageBook)
+    held_alone_ns: int = 0  # since when it holds blocks and has no ticket
+    page_violations: tuple[str, ...] = ()  # of its last report
     _page_bytes: int = 0
 
     @property
@@ -300,6 +302,8 @@ class Registry(Tracked):
                 found.append(f"ticket {ticket_id}: frontend {ticket.frontend_id!r} does not own it")
             if live.hand_over is not None and live.state not in HOLDS_LEASE:
                 found.append(f"ticket {ticket_id} is {live.state} and still holds a lease")
+            if live.hand_over is not None and live.hand_over.attempt != ticket.attempt:
+                found.append(f"ticket {ticket_id} has a seal of attempt {live.hand_over.attempt}, not {ticket.attempt}")
             if live.prefill_at is not None and live.state not in PREFILL_WORK:
                 found.append(f"ticket {ticket_id} is {live.state} and still counts as prefill work")
             found += [
@@ -351,4 +355,5 @@ class Registry(Tracked):
                 f"{name}: free {seen.blocks_free} + held {seen.blocks_held} + quarantined "
                 f"{seen.blocks_quarantined} != total {seen.blocks_total}"
             )
+        found += [f"{name}: {text}" for text in replica.page_violations]
         return found + replica.book.breaches(name, seen, replica.announcement.blocks_total)

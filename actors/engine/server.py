@@ -274,7 +274,12 @@ class EngineServer:
     def _take_integrity(self, stats: dict[str, Any]) -> None:
         """From the engine's answer: pages taken and given back, and a controller event for each tag mismatch."""
         self._pages = tuple(
-            PageDelta(request_id=request_id, released=released, added=dict(zip(pages, tags)))
+            PageDelta(
+                request_id=request_id,
+                released=released,
+                added=dict(zip(pages, tags)),
+                ticket_id=self._live[request_id].ticket.ticket_id if request_id in self._live else 0,
+            )
             for request_id, released, pages, tags in stats.get("pages", ())
         )
         self._pages_whole = stats.get("pages_whole", False)

@@ -7,6 +7,7 @@ from controller_driver import LAYOUT, SECOND, ControllerDriver, spec_of
 
 from actors.controller.events import IncompatibleReplica, Tick
 from actors.controller.status import audit
+from actors.engine.integrity.ledger import COUNTER_BITS, tag_epoch
 from actors.messages import (
     Fingerprint,
     HeartbeatReply,
@@ -211,17 +212,22 @@ def test_the_controllers_own_pause_is_nobody_elses_silence() -> None:
     assert rig.answer(waiting).decode == "d"
 
 
+def tag(counter: int) -> int:
+    """As the first life of replica "d" gives them out."""
+    return tag_epoch("d", 1) << COUNTER_BITS | counter
+
+
 def test_pages_are_known_by_owner_and_tag_and_audited() -> None:
     rig = ControllerDriver()
     rig.decode("d")
-    rig.beat("d", held=3, pages=(PageDelta(request_id="a", added={1: 101, 2: 102}),))
-    shared = PageDelta(request_id="b", added={2: 102, 3: 103})
+    rig.beat("d", held=3, pages=(PageDelta(request_id="a", added={1: tag(101), 2: tag(102)}),))
+    shared = PageDelta(request_id="b", added={2: tag(102), 3: tag(103)})
     rig.beat("d", held=3, pages=(shared, shared))
     book = rig.machine.registry.replicas["d"].book
-    assert book.pages == {1: (101, 1), 2: (102, 2), 3: (103, 1)} and rig.audit() == []
+    assert book.pages == {1: (tag(101), 1), 2: (tag(102), 2), 3: (tag(103), 1)} and rig.audit() == []
     rig.beat("d", held=2, pages=(PageDelta(request_id="a", released=True),))
-    assert book.pages == {2: (102, 1), 3: (103, 1)} and rig.audit() == []
-    rig.beat("d", held=3, pages=(PageDelta(request_id="c", added={3: 999}),))
+    assert book.pages == {2: (tag(102), 1), 3: (tag(103), 1)} and rig.audit() == []
+    rig.beat("d", held=3, pages=(PageDelta(request_id="c", added={3: tag(999)}),))
     assert any("taken again while a request still owned them" in breach for breach in rig.audit())
     rig.beat("d", held=2, pages=(PageDelta(request_id="b", released=True),))
     assert rig.audit() == [] and book.suspicions == 1, "it is history once the request has ended"
@@ -230,15 +236,15 @@ def test_pages_are_known_by_owner_and_tag_and_audited() -> None:
 def test_a_whole_report_begins_the_book_anew() -> None:
     rig = ControllerDriver()
     rig.decode("d")
-    rig.beat("d", held=3, pages=(PageDelta(request_id="a", added={1: 101, 2: 102}),))
-    rig.beat("d", held=1, pages=(PageDelta(request_id="b", added={3: 103}),), pages_whole=True)
-    assert rig.machine.registry.replicas["d"].book.owners == {"b": {3: 103}} and rig.audit() == []
+    rig.beat("d", held=3, pages=(PageDelta(request_id="a", added={1: tag(101), 2: tag(102)}),))
+    rig.beat("d", held=1, pages=(PageDelta(request_id="b", added={3: tag(103)}),), pages_whole=True)
+    assert rig.machine.registry.replicas["d"].book.owners == {"b": {3: tag(103)}} and rig.audit() == []
 
 
 def test_a_tag_mismatch_is_counted_logged_and_held_against_the_book() -> None:
     rig = ControllerDriver()
     rig.decode("d")
-    rig.beat("d", held=2, pages=(PageDelta(request_id="r~2", added={4: 104, 5: 105}),))
+    rig.beat("d", held=2, pages=(PageDelta(request_id="r~2", added={4: tag(104), 5: tag(105)}),))
     event = ReplicaEvent(
         kind=ReplicaEventKind.TAG_MISMATCH, ticket_id=7, request_id="r~2", position=1, detail="page 9 for page 5"
     )
@@ -246,17 +252,64 @@ def test_a_tag_mismatch_is_counted_logged_and_held_against_the_book() -> None:
     rig.beat("d", events=(event,), pages=(gone,))
     assert rig.machine.counters["tag_mismatch_events"] == 1
     [line] = [line for line in rig.logs if line.startswith("tag mismatch")]
-    assert "request r~2: page 9 for page 5; the book says page 5, tag 0x69" in line
+    assert f"request r~2: page 9 for page 5; the book says page 5, tag {tag(105):#x}" in line
     [told] = audit(rig.machine)["tag_mismatches"]
-    assert (told["replica_id"], told["ticket_id"], told["page_known"], told["tag_known"]) == ("d", 7, 5, "0x69")
+    assert (told["replica_id"], told["ticket_id"], told["page_known"], told["tag_known"]) == (
+        "d",
+        7,
+        5,
+        f"{tag(105):#x}",
+    )
     assert audit(rig.machine)["replicas"]["d"]["laws_broken"] == []
 
 
 def test_more_owned_pages_than_the_replica_holds_is_a_breach() -> None:
     rig = ControllerDriver()
     rig.decode("d")
-    rig.beat("d", held=1, pages=(PageDelta(request_id="a", added={1: 101, 2: 102}),))
+    rig.beat("d", held=1, pages=(PageDelta(request_id="a", added={1: tag(101), 2: tag(102)}),))
     assert any("2 pages have owners, the replica reports 1 held" in breach for breach in rig.audit())
+
+
+def test_a_tag_of_another_life_of_the_replica_is_seen_at_the_report() -> None:
+    rig = ControllerDriver()
+    rig.decode("d")
+    rig.beat("d", held=1, pages=(PageDelta(request_id="a", added={1: tag(1)}),))
+    assert rig.audit() == [] and "page_book_violations" not in rig.machine.counters
+    old = tag_epoch("d", 0) << COUNTER_BITS | 2
+    rig.beat("d", held=2, pages=(PageDelta(request_id="b", added={2: old, 400: tag(3)}),))
+    assert rig.machine.counters["page_book_violations"] == 2
+    assert any(f"page 2 has tag {old:#x}, of another life" in text for text in rig.audit())
+    assert any("d: page 400 is outside 0 .. 100" in line for line in rig.logs)
+
+
+def test_pages_that_stay_with_a_request_whose_ticket_has_ended_are_seen() -> None:
+    rig = ControllerDriver()
+    rig.decode("d")
+    ticket = rig.admit("r")
+    rig.beat("d", held=2, pages=(PageDelta(request_id="r", added={1: tag(1), 2: tag(2)}, ticket_id=ticket.ticket_id),))
+    rig.end(ticket)
+    for _ in range(10):
+        rig.now += SECOND
+        rig.beat("d", held=2)
+    assert rig.audit() == [], "the engine may be in a step still"
+    for _ in range(10):
+        rig.now += SECOND
+        rig.beat("d", held=2)
+    assert any("request r holds 2 pages, its ticket" in text for text in rig.audit())
+    assert any("2 blocks are held and no ticket is there" in text for text in rig.audit())
+    rig.beat("d", held=0, pages=(PageDelta(request_id="r", released=True),))
+    assert rig.audit() == []
+
+
+def test_blocks_that_no_ticket_explains_are_seen_without_tags() -> None:
+    rig = ControllerDriver()
+    rig.decode("d")
+    for _ in range(20):
+        rig.now += SECOND
+        rig.beat("d", held=3)
+    assert rig.audit() == ["d: 3 blocks are held and no ticket is there"]
+    rig.beat("d")
+    assert rig.audit() == []
 
 
 def test_an_occupancy_that_does_not_add_up_is_a_breach() -> None:

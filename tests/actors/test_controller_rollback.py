@@ -21,6 +21,7 @@ from actors.controller import events
 from actors.controller.events import StepFailed
 from actors.controller.journal import RecentDict, Tracked, TrackedDeque, TrackedDict, TrackedList, TrackedSet, savepoint
 from actors.controller.machine import Machine
+from actors.engine.integrity.ledger import COUNTER_BITS, tag_epoch
 from actors.messages import (
     AdmitRequest,
     Adopt,
@@ -107,6 +108,11 @@ def state_of(machine: Machine) -> Any:
     return {**whole, "counters": counters}
 
 
+def tag(counter: int) -> int:
+    """As the first life of replica "d1" gives them out."""
+    return tag_epoch("d1", 1) << COUNTER_BITS | counter
+
+
 def something_of_everything() -> tuple[ControllerDriver, dict[str, Ticket]]:
     rig = ControllerDriver(spec_of(scaling={"mode": "occupancy"}))
     rig.decode("d1", "d2", blocks_total=60)
@@ -119,7 +125,7 @@ def something_of_everything() -> tuple[ControllerDriver, dict[str, Ticket]]:
     for name in ("moving", "decoding"):
         rig.hand_over(tickets[name])
     rig.open(tickets["decoding"])
-    rig.beat("d1", held=3, pages=(PageDelta(request_id="x", added={1: 11, 2: 12}),))
+    rig.beat("d1", held=3, pages=(PageDelta(request_id="x", added={1: tag(11), 2: tag(12)}),))
     for number in range(9):
         rig.ask(f"waiting{number % 3}" if number < 4 else f"filler{number}", prompt=900, tenant=f"t{number % 2}")
     rig.machine.frontends["other"] = rig.now
@@ -134,7 +140,7 @@ def every_kind(rig: ControllerDriver, tickets: dict[str, Ticket]) -> dict[str, A
         ReplicaEvent(kind=ReplicaEventKind.DECODE_STARTED, ticket_id=tickets["moving"].ticket_id),
         ReplicaEvent(kind=ReplicaEventKind.QUARANTINED),
     )
-    pages = (PageDelta(request_id="x", released=True), PageDelta(request_id="y", added={1: 13}))
+    pages = (PageDelta(request_id="x", released=True), PageDelta(request_id="y", added={1: tag(13)}))
     beat = ReplicaHeartbeat(
         replica_id="d1", incarnation=1, occupancy=occupancy, events=told, pages=pages, counters={"a": 1}
     )

@@ -127,7 +127,7 @@ def report(tracker: CheckTracker, book: PageBook, pages_max: int, whole: bool = 
     assert sum(len(delta.added) for delta in told.deltas) <= pages_max
     book = PageBook() if told.whole else book
     for delta in told.deltas:
-        book.apply(delta)
+        assert book.apply(delta, 1 << 20) == []
     return book
 
 
