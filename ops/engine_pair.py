@@ -16,8 +16,10 @@ from typing import Any
 
 import msgspec
 
+from actors.controller.page_book import PageBook
 from actors.engine.config import set_environment
 from actors.engine.decode import DecodeServer
+from actors.engine.integrity.ledger import tag_epoch
 from actors.engine.prefill import PrefillServer
 from actors.messages import (
     Announcement,
@@ -74,6 +76,9 @@ class FakeController:
         self.joined: dict[str, Announcement] = {}
         self.heartbeats: dict[str, ReplicaHeartbeat] = {}
         self.staging: StagingStatus | None = None
+        self.books: dict[str, PageBook] = {}
+        self.pages_reported = 0
+        self.page_problems: list[str] = []
 
     def seal_of(self, key: tuple[int, int]) -> asyncio.Future[Sealed]:
         return self.sealed.setdefault(key, asyncio.get_running_loop().create_future())
@@ -85,11 +90,20 @@ class FakeController:
                 return HeartbeatReply(epoch=1, known=True)
             case ReplicaHeartbeat():
                 self.heartbeats[message.replica_id] = message
+                self._take_pages(message)
                 return HeartbeatReply(epoch=1, known=True)
             case TransferReport():
                 self._transfer_report(message.status, message.events)
                 return []
         return None
+
+    def _take_pages(self, heartbeat: ReplicaHeartbeat) -> None:
+        replica = self.joined[heartbeat.replica_id]
+        if heartbeat.pages_whole or replica.replica_id not in self.books:
+            self.books[replica.replica_id] = PageBook(tag_epoch(replica.replica_id, replica.incarnation))
+        for delta in heartbeat.pages:
+            self.pages_reported += len(delta.added)
+            self.page_problems += self.books[replica.replica_id].apply(delta, replica.blocks_total)
 
     def _transfer_report(self, status: StagingStatus, events: tuple[TransferEvent, ...]) -> None:
         self.staging = status

@@ -71,9 +71,12 @@ def set_environment(spec: ClusterSpec, role: Role) -> None:
 
 
 def engine_kwargs(
-    spec: ClusterSpec, role: Role, replica_id: str, socket_path: str, life_path: str = ""
+    spec: ClusterSpec, role: Role, replica_id: str, socket_path: str, life_path: str = "", incarnation: int = 0
 ) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs for a replica of this pool. `life_path`: see `actors.engine.watch`."""
+    """Arguments of vLLM's AsyncEngineArgs for a replica of this pool. `life_path`: see `actors.engine.watch`.
+
+    `incarnation`: of the replica, see `Announcement`; its pages' tags begin with what it and the name make.
+    """
     pool, model = pool_of(spec, role), spec.model
     if pool.gpus_per_replica > 1:
         backend = "ray"
@@ -105,6 +108,7 @@ def engine_kwargs(
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "replica_id": replica_id,
+                "incarnation": incarnation,
                 "role": str(role),
                 "socket": socket_path,
                 "life": life_path,

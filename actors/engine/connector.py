@@ -6,7 +6,6 @@ Loaded by vLLM through `kv_connector="FerryConnector"`, `kv_connector_module_pat
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +71,7 @@ class FerryConnector(KVConnectorBase_V1):
         if self._checking:
             _refuse_unchecked(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            epoch = tag_epoch(config("replica_id", ""), time.time_ns())
+            epoch = tag_epoch(config("replica_id", ""), config("incarnation", 0))
             tracker = CheckTracker(epoch) if self._checking else NoTracker()
             self.scheduler = FerryConnectorScheduler(vllm_config.cache_config.block_size, self._block_ids_of, tracker)
             beat(config("life", ""), CORE)

@@ -100,7 +100,9 @@ class EngineServer:
         refuse_poor_quality(self.spec, str(self.role))
         self._life = LifeFile(1 + self.pool.tensor_parallel)
         try:
-            kwargs = engine_kwargs(self.spec, self.role, self.replica_id, socket_path, self._life.path)
+            kwargs = engine_kwargs(
+                self.spec, self.role, self.replica_id, socket_path, self._life.path, self.incarnation
+            )
             self.config = AsyncEngineArgs(**kwargs).create_engine_config()
             executor = Executor.get_class(self.config)
             self.core = EngineCoreClient.make_async_mp_client(self.config, executor, log_stats=True)

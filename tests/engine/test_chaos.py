@@ -62,7 +62,8 @@ async def test_without_a_fault_there_is_no_alarm(harness: Harness) -> None:
         found: dict[str, Any] = (await harness.pair.decode.audit())["scheduler"]["counters"]
         return found
 
-    before = await counters()
+    controller = harness.pair.notary
+    before, reported, problems = await counters(), controller.pages_reported, len(controller.page_problems)
     runs = [await harness.start_request(p, salt=harness.salt()) for p in harness.prompts]
     over = await harness.seal(harness.prompts[0])
     runs.append(await harness.start_request(harness.prompts[0], salt=harness.salt(), over=over))
@@ -74,6 +75,9 @@ async def test_without_a_fault_there_is_no_alarm(harness: Harness) -> None:
     assert grown["integrity_rows_checked"] >= len(runs) and grown["integrity_pages_checked"] > 0
     assert not grown["integrity_requests_ended"] and not grown["integrity_breaches"]
     assert after["integrity_steps_unproven"] == 0
+    await asyncio.sleep(2.0)  # heartbeats
+    assert controller.pages_reported > reported, "with tags of this life of the replica, and none taken twice"
+    assert controller.page_problems[problems:] == []
 
 
 def test_only_what_is_configured_is_allowed() -> None:
