@@ -31,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from actors.engine.config import engine_kwargs
 from actors.engine.fault_injection import Faults
+from actors.engine.integrity.ledger import COUNTER_BITS, tag_epoch
 from actors.engine.integrity.scheduler import FerryAsyncScheduler, FerryScheduler
 from actors.engine.integrity.tag_check import TagCheck
 from actors.engine.integrity.tracker import CheckTracker, NoTracker
@@ -368,3 +369,12 @@ def test_a_spoiled_pool_ends_some_and_kills_nobody(config: Any, seed: int) -> No
     assert audit["laws_broken"] == [] and sum(engine.tracker.ledger.num_breaches.values()) > 0
     engine.tracker.lift_quarantine()
     assert manager.block_pool.get_num_free_blocks() == NUM_PAGES - 1
+
+
+def test_tags_begin_with_the_life_that_the_replica_announces() -> None:
+    config = vllm_config("check", False)
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    extra["incarnation"] = 5
+    connector: Any = scheduler_of(config).connector
+    first = connector.scheduler.tracker.ledger.allocated(1)
+    assert first >> COUNTER_BITS == tag_epoch("r", 5) != tag_epoch("r", 6)
