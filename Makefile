@@ -43,7 +43,7 @@ check: $(STAMP)
 	@$(BIN)/mypy app actors kernels cluster ops tests
 
 # state machines and plain functions: no engine, no kernel compile
-unit: $(STAMP)
+unit: setup
 	@$(BIN)/python -m pytest -q -m "pure and not compiles"
 
 # every GPU kernel compiled ahead of time for sm_90 and sm_100 (spills fail)
