@@ -122,6 +122,9 @@ def engine_kwargs(
     if role is Role.PREFILL:
         # Both sides draw tokens of one request: with vLLM's one default they would use the same random numbers.
         kwargs["seed"] = PREFILL_SEED
+        # Each prompt gets an equal share of a step, of what it needs: a short one waits for one chunk of a long one. A
+        # prompt that is alone has the whole step. (The threshold itself is below every share.)
+        kwargs |= {"long_prefill_token_threshold": 1, "long_prefill_token_threshold_adaptive": True}
         engine_args = with_sampling_of(spec.pools.decode.engine_args, pool.engine_args)
     else:
         engine_args = pool.engine_args

@@ -58,7 +58,7 @@ class ErrorRewriter:
 
     async def _on_start(self, message: Message) -> None:
         headers = MutableHeaders(scope=message)
-        headers.setdefault("x-request-id", self._caller.trace)
+        self._name_request(headers)
         if headers.get("content-type", "").startswith("text/event-stream"):
             self._held, self._streaming = message, True
             return
@@ -141,10 +141,14 @@ class ErrorRewriter:
 
     async def _send_whole(self, response: JSONResponse) -> None:
         self._replaced = self._started = True
-        response.headers["x-request-id"] = self._caller.trace
+        self._name_request(response.headers)
         status = response.status_code
         await self._send({"type": "http.response.start", "status": status, "headers": response.raw_headers})
         await self._send({"type": "http.response.body", "body": response.body})
+
+    def _name_request(self, headers: MutableHeaders) -> None:
+        if not self._caller.named_by_serve:
+            headers.setdefault("x-request-id", self._caller.trace)
 
     def _log(self, body: bytes) -> None:
         logger.error("request %s: answered 500: %s", self._caller.trace, body[:2000].decode(errors="replace"))

@@ -77,6 +77,7 @@ class RequestFilter:
         caller = Caller(
             session=headers.get("x-session-affinity") or headers.get("x-session-id") or "",
             trace=headers.get("x-request-id") or uuid.uuid4().hex,
+            named_by_serve="x-request-id" in headers and not _in_process(scope),
         )
         if refusal := self._refuse_head(scope, headers, caller):
             if scope["type"] == "websocket":
@@ -142,7 +143,7 @@ class RequestFilter:
         return next((self._tenants[key] for key in _keys(headers) if key in self._tenants), None)
 
     def _is_admin(self, scope: Scope, headers: Headers) -> bool:
-        if tuple(scope.get("client") or ()) == IN_PROCESS:
+        if _in_process(scope):
             return True
         if self._admin is None:
             return self._access.local
@@ -170,6 +171,10 @@ class RequestFilter:
         if name is None:
             return None
         return _bad_request(name, f"{name} is set by the service and not accepted from outside; remove it")
+
+
+def _in_process(scope: Scope) -> bool:
+    return tuple(scope.get("client") or ()) == IN_PROCESS
 
 
 def _digest(key: str) -> bytes:
