@@ -4,7 +4,7 @@ Every page the pool hands out gets a new tag (`actors.engine.integrity.ledger`).
 tags they have at that moment are written down as what it expects; both go to the worker as deltas in the step's
 metadata, by different roads: tags by page, from the pool's allocation callback; expectations by request and position,
 from the allocation's result. The worker holds the one against the other through the block table that attention is
-about to read (`integrity_worker`) and answers each step with a `Proof`. `ferry_scheduler` ends who the proof names,
+about to read (`tag_check`) and answers each step with a `Proof`. `scheduler` ends who the proof names,
 before any token of that step leaves.
 
 What the client sees: the request's last `EngineCoreOutput` has no new tokens, `finish_reason` ERROR and `stop_reason`
