@@ -62,9 +62,8 @@ class World:
         self.now_ns = until_ns
 
     def _run_soon(self) -> None:
-        soon = self.soon
-        while soon:
-            loop, handle = soon.popleft()
+        while self.soon:
+            loop, handle = self.soon.popleft()
             self.events += 1
             loop.run_handle(handle)
 
@@ -155,6 +154,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         Calls that they still make must fail at once: the ports refuse a process that does not live.
         """
         self._ended = True
+        soon = self._world.soon
+        self._rest.extend(handle for loop, handle in soon if loop is self)
+        self._world.soon = deque(item for item in soon if item[0] is not self)
         for _ in range(50):
             tasks = asyncio.all_tasks(self)
             if not tasks:
