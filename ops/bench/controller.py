@@ -134,12 +134,13 @@ class Client:
         """Opens tickets and leaves them open; heartbeats go on, or the controller takes itself for an orphan."""
         given = 0
         for _ in range(0, count, BATCH):
-            answers = await asyncio.gather(*(self.controller.call.remote(self._request()) for _ in range(BATCH)))
+            answers = await asyncio.gather(*(self.controller.call.remote(self._request(False)) for _ in range(BATCH)))
             given += sum(isinstance(answer, Ticket) for answer in answers)
             await self._heartbeat("d0", [])
         return given
 
-    def _request(self) -> AdmitRequest:
+    def _request(self, disaggregate: bool = True) -> AdmitRequest:
+        """`disaggregate` False: it gets its ticket at once, however busy prefill is."""
         self.number += 1
         base = hash((self.name, self.number)) & (1 << 60) - 1
         return AdmitRequest(
@@ -147,6 +148,7 @@ class Client:
             frontend_id=self.name,
             num_prompt_tokens=PROMPT_TOKENS,
             max_tokens=OUTPUT_TOKENS,
+            disaggregate=disaggregate,
             prefix_hashes=tuple(base + page for page in range(PROMPT_TOKENS // BLOCK_TOKENS)),
         )
 
@@ -259,7 +261,7 @@ def measure(clients: int, in_flight: int, seconds: float, profile: str = "") -> 
     ray.init(num_cpus=clients + 1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         make = ray.remote(Measured).options(max_concurrency=100_000, num_cpus=0)
-        controller = make.remote(spec().model_dump_json())
+        controller = make.remote("bench", spec().model_dump_json(), 0)
         for number in range(PREFILLS):
             ray.get(controller.call.remote(Join(announcement(f"p{number}", Role.PREFILL, number % NODES))))
         for number in range(DECODES):
