@@ -25,6 +25,7 @@ from cluster.spec import ClusterSpec, SpecError, parse_overrides
 
 GIB = 1 << 30
 ENGINE_GIB = 2.5  # of memory beside weights and KV cache: a CPU engine's process
+OBJECT_STORE = 256 << 20  # bytes, of `pageferry serve`
 FILES_MIN = 4096
 SOCKET_PATH_MAX = 107  # characters; Ray and the engines put sockets below the temporary folder
 SOCKET_PATH_OURS = 70  # of them behind it
@@ -101,14 +102,13 @@ def processor(spec: ClusterSpec) -> Iterator[Finding]:
 
 
 def memory(spec: ClusterSpec) -> Iterator[Finding]:
-    """Of CPU topologies: a GPU one is planned by `pageferry plan`."""
+    """Staging, and what CPU replicas take; GPUs are planned by `pageferry plan`."""
     free = available_memory() / GIB
     pools = [pool for pool in (spec.pools.prefill, spec.pools.decode) if not pool.gpus_per_replica]
     need = sum(pool.replicas * ((pool.kv_cache_gib or 0) + ENGINE_GIB) for pool in pools)
-    if not need:
-        return
+    need += spec.transfer.staging_bytes_max / GIB
     state: State = "ok" if free >= need else "missing"
-    mend = "" if state == "ok" else "fewer replicas or a smaller pools.*.kv_cache_gib"
+    mend = "" if state == "ok" else "fewer replicas, a smaller pools.*.kv_cache_gib or transfer.staging_bytes_max"
     yield Finding("memory", state, f"{free:.1f} GiB free, about {need:.1f} needed beside the weights", mend)
 
 
@@ -123,11 +123,11 @@ def available_memory() -> int:
 
 
 def shared_memory(spec: ClusterSpec) -> Iterator[Finding]:
-    needed = spec.transfer.staging_bytes_max + (256 << 20)  # staging, and Ray's object store of `pageferry serve`
+    """Ray's object store lies there; staging does not."""
     free = shutil.disk_usage("/dev/shm").free
-    state: State = "ok" if free >= needed else "missing"
-    found = f"{free / GIB:.2f} GiB free, {needed / GIB:.2f} needed"
-    mend = "" if state == "ok" else "container: --shm-size; else lower transfer.staging_bytes_max"
+    state: State = "ok" if free >= OBJECT_STORE else "missing"
+    found = f"{free / GIB:.2f} GiB free, {OBJECT_STORE / GIB:.2f} needed"
+    mend = "" if state == "ok" else "container: --shm-size=1g"
     yield Finding("/dev/shm", state, found, mend)
 
 
