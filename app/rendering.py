@@ -22,6 +22,8 @@ ENGINE_GIB = 3.0  # a CPU engine's processes without its KV cache and weights be
 FRONTEND_GIB = 2.0
 NODE_GIB = 2.0  # Ray's own processes and its object store
 GRACE_MARGIN_S = 120
+# Where `ops/container/Containerfile` puts the wrapper, without which most clients that hang up are not noticed.
+HAPROXY_IN_IMAGE = "/opt/pageferry/app/commands/haproxy"
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ def _pod(
         "ports": ports,
         "env": [
             {"name": "RAY_SERVE_ENABLE_HA_PROXY", "value": "1"},
+            {"name": "RAY_SERVE_HAPROXY_BINARY_PATH", "value": HAPROXY_IN_IMAGE},
         ],
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "securityContext": {

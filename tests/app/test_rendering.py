@@ -7,6 +7,7 @@ github.com/ray-project/kuberay, as a strict JSON schema: an unknown field is an 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def test_kuberay_takes_the_rayservice(topology: str, capsys: pytest.CaptureFixtu
     for pod in pods:
         [container] = pod["spec"]["containers"]
         assert container["image"] == "registry.example/pageferry:1" and container["livenessProbe"]
+        environ = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        wrapper = Path(environ["RAY_SERVE_HAPROXY_BINARY_PATH"]).relative_to("/opt/pageferry")
+        assert os.access(Path(__file__).parents[2] / wrapper, os.X_OK)
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     drains = [deployment_options(spec, role)["graceful_shutdown_timeout_s"] for role in ("prefill", "decode")]
