@@ -1,20 +1,17 @@
-"""A client that hangs up is noticed through the default ingress in every phase, however it sends its request."""
+"""A client that hangs up is noticed through the default ingress in prefill and decode, however it sends its request."""
 
 from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
-from live_service import LONG, STORY, ended, fetch, states, wait_for
+from live_service import LONG, STORY, ended, states, wait_for
 
-from app.client import Client, ServiceError
 from app.commands.serve import Service
 
 NOTICED_S = 2.5  # 0.3 s where nothing else runs; the answers asked for here take at least ten times as long
@@ -91,54 +88,6 @@ def test_a_client_that_hangs_up_during_its_second_request(service: Service) -> N
     wait_for(lambda: "decoding" in states(service))
     connection.hang_up()
     is_cancelled(service, before)
-
-
-def test_a_client_that_hangs_up_while_it_waits_for_room(service: Service) -> None:
-    with full(service):
-        connection = Connection(service, 2)
-        refused = refusals(service)
-        connection.post(prompt=STORY * 100, max_tokens=TOKENS)
-        wait_for(lambda: waiting(service))
-        connection.hang_up()
-        wait_for(lambda: not waiting(service), service.spec.admission.queue_wait_s)
-        assert refusals(service) == refused, "it has waited until its time was over"
-
-
-def waiting(service: Service) -> int:
-    return int(fetch(service.url, "/status")["queue"]["waiting"])
-
-
-def refusals(service: Service) -> int:
-    return int(fetch(service.url, "/status")["counters"].get("busy", 0))
-
-
-class full:
-    """Decode has no room for another long request while the block runs."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._over = threading.Event()
-        self._holders = ThreadPoolExecutor(16)
-
-    def __enter__(self) -> None:
-        for _ in range(16):
-            self._holders.submit(self._hold)
-        wait_for(lambda: states(self._service).get("decoding", 0) >= 10, 60)
-        wait_for(lambda: not waiting(self._service))
-
-    def _hold(self) -> None:
-        with Client(self._service.url, model="smollm2") as client:
-            try:
-                with client.stream_complete(STORY * 100, max_tokens=200, ignore_eos=True) as stream:
-                    for _ in stream:
-                        if self._over.is_set():
-                            return
-            except ServiceError:
-                pass
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._holders.shutdown()
 
 
 @pytest.mark.parametrize("stream", [False, True])
