@@ -72,6 +72,7 @@ class TransferMachine:
     def step(self, event: ev.Event, now_ns: int) -> list[ev.Effect]:
         """Takes the event and returns what is to be done about it, in order."""
         self._handlers[type(event)](event, now_ns)
+        self._end_unread()
         if not self._making:
             self._lend(now_ns)
         self.opening.keep(lambda key: self.staging.get(key) is not None)
@@ -250,13 +251,13 @@ class TransferMachine:
     def _engine_detached(self, event: ev.EngineDetached, now_ns: int) -> None:
         if self.engines.detach(event.engine, event.link):
             self._forsake(event.engine, f"engine {event.engine} has lost its link")
+            self.queue.changed()
 
     def _engine_gone(self, event: ev.EngineGone, now_ns: int) -> None:
         engine = event.engine
         if self.engines.remove(engine, event.link):
             self._forsake(engine, f"engine {engine} is gone")
             self.staging.peer_gone(engine)
-            self._end_unread()
             for waiting in [w for w in self.queue if engine in w.engines]:
                 self._end(waiting.key)
 
@@ -284,7 +285,6 @@ class TransferMachine:
                 for ticket_id, attempt in message.dropped:
                     self.staging.writer_done((ticket_id, attempt), engine)
                     self.staging.reader_done((ticket_id, attempt), engine)
-                self._end_unread()
                 if message.segment == self.segment and self.engines.set_ready(engine):
                     self.queue.changed()
                     early, self._early_reads = self._early_reads, []
