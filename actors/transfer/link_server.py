@@ -84,11 +84,12 @@ class LinkServer:
                 await asyncio.sleep(0.5)
                 continue
             sock.setblocking(False)
-            self._spawn(self._serve(sock, next(self._numbers)))
+            link = next(self._numbers)
+            self._sockets[link] = sock  # before its task runs, which `close` may cancel first
+            self._spawn(self._serve(sock, link))
 
     async def _serve(self, sock: socket.socket, link: int) -> None:
         loop, frames, engine = asyncio.get_running_loop(), Frames(), ""
-        self._sockets[link] = sock
         try:
             while data := await loop.sock_recv(sock, 1 << 16):
                 for body in frames.feed(data):

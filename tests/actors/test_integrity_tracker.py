@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from actors.controller.page_book import PageBook
 from actors.engine.integrity.tracker import CheckTracker, Mismatch, Proof
@@ -34,7 +36,9 @@ class Queue:
         return list(self.blocks)
 
 
-class Pool:
+class Pool(BlockPool):
+    """Without vLLM's constructor, which wants a model's cache."""
+
     def __init__(self, num_pages: int) -> None:
         self.num_gpu_blocks = num_pages
         self.blocks = [
@@ -63,7 +67,7 @@ class Pool:
         pass
 
 
-class Manager:
+class Manager(KVCacheManager):
     def __init__(self, num_pages: int) -> None:
         self.block_pool = Pool(num_pages)
         self.held: dict[str, list[Any]] = {}
