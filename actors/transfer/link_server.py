@@ -45,7 +45,7 @@ class LinkServer:
         self._listener.bind(self.path)
         os.chmod(self.path, 0o600)
         self._listener.listen(128)
-        self._spawn(self._accept(self._listener))
+        self._listen()
 
     def offer(self, link: int, offer: Offer, fd: int) -> None:
         """Hands the memory's descriptor over. An engine that does not read is disconnected."""
@@ -63,10 +63,13 @@ class LinkServer:
             task.cancel()
         for link in list(self._watched):
             self._unwatch(link)
-        for sock in (*self._sockets.values(), self._listener):
-            if sock is not None:
-                self._end(sock)
-                sock.close()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for sock in self._sockets.values():
+            self._end(sock)
+            sock.close()
         Path(self.path).unlink(missing_ok=True)
 
     def _spawn(self, work: object) -> None:
@@ -74,19 +77,26 @@ class LinkServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # such as too many open files
-                logger.error("cannot accept an engine: %s", error)
-                await asyncio.sleep(0.5)
-                continue
-            sock.setblocking(False)
-            link = next(self._numbers)
-            self._sockets[link] = sock  # before its task runs, which `close` may cancel first
-            self._spawn(self._serve(sock, link))
+    def _listen(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Takes one engine in. A callback and no task: cancelling a task could lose a socket that it just accepted."""
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # such as too many open files
+            logger.error("cannot accept an engine: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(0.5, self._listen)
+            return
+        sock.setblocking(False)
+        link = next(self._numbers)
+        self._sockets[link] = sock  # before its task runs, which `close` may cancel first
+        self._spawn(self._serve(sock, link))
 
     async def _serve(self, sock: socket.socket, link: int) -> None:
         loop, frames, engine = asyncio.get_running_loop(), Frames(), ""

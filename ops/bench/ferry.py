@@ -187,6 +187,9 @@ class ProductRoad:
         self._call(self._transfer.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+        if left := asyncio.all_tasks(self._loop):  # cancelled, and not yet ended
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.close()
 
     def hand_over(self, pages: int) -> Parts:
         wire, ticket = self._pool.case.wire, next(self._tickets)
@@ -225,9 +228,9 @@ def _layers(case: Case, names: Sequence[str]) -> dict[str, Any]:
     """The attributes of vLLM's attention layers that say how their cache is laid out."""
     backend = SimpleNamespace(get_name=lambda: case.backend)
     isa = {PageOrder.CPU_AMX: "amx", PageOrder.CPU_VEC: "vec"}.get(case.wire.order)
-    return {
-        name: SimpleNamespace(attn_backend=backend, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0) for name in names
-    }
+    one = torch.ones(1)
+    scales = {"_k_scale": one, "_v_scale": one, "_k_scale_float": 1.0, "_v_scale_float": 1.0}
+    return {name: SimpleNamespace(attn_backend=backend, isa=isa, **scales) for name in names}
 
 
 def page_counts(case: Case, wanted: Sequence[int], memory_bytes: int) -> list[int]:

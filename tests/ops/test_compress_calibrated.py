@@ -27,7 +27,7 @@ from ops.compress.workfolder import WorkFolder
 pytestmark = pytest.mark.compiles  # in the workers
 
 OPTIONS = Options(group_size=64, symmetric=False)
-RESOURCES = Resources(workers=1, max_memory_bytes=2 << 30)
+RESOURCES = Resources(workers=1, max_memory_bytes=4 << 30)  # what the test process holds itself counts
 NOTHING = Calibration((), None)
 
 
