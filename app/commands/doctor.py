@@ -83,7 +83,7 @@ def packages(spec: ClusterSpec) -> Iterator[Finding]:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "missing", "not installed", "make setup (CPU), or pip install 'pageferry[gpu]'")
+            yield Finding(name, "missing", "not installed", "make setup (CPU), or pip install '.[gpu]'")
             continue
         state: State = "ok" if found.split("+")[0] == wanted else "warn"
         yield Finding(
