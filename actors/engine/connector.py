@@ -44,11 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# A worker imports this module before it loads its model and before it opens its queue.
-vllm_patches.count_loaded_weights()
-vllm_patches.shorten_busy_loop()
-
-
 class FerryConnector(KVConnectorBase_V1):
     worker_class = FerryConnectorWorker
 

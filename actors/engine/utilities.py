@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from actors.engine.scheduler_half import FerryConnectorScheduler
 
 
+# A worker imports this module for its extension, before it loads its model; the connector comes after that.
+vllm_patches.count_loaded_weights()
+
+
 def utilities_of(scheduler: FerryConnectorScheduler) -> dict[str, Callable[..., Any]]:
     """For `vllm_patches.add_utilities`; they run in EngineCore's own thread, between steps."""
 

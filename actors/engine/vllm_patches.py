@@ -7,6 +7,7 @@ model runners are read in `runner_view` alone.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -194,6 +195,7 @@ def count_loaded_weights() -> None:
     if getattr(pack, "counts_for_pageferry", False):
         return
 
+    @functools.wraps(pack)
     def count_then_pack(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         global _loaded_weight_bytes
         sizes = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
