@@ -46,10 +46,11 @@ class RemoteController:
         self._lost_calls: set[asyncio.Task[None]] = set()
 
     async def _call(self, method: str, *args: Any, patience_s: float = CONTROLLER_AWAY_S) -> Any:
+        """Patience counts from when the controller is first found away: a call may have waited in it for minutes."""
         clock = asyncio.get_running_loop().time
-        until = clock() + patience_s
-        pause_s = 0.05
+        until, pause_s = 0.0, 0.05
         while True:
+            asked = clock()
             try:
                 if self._actor is None:
                     self._actor = await asyncio.to_thread(self._find)
@@ -60,7 +61,9 @@ class RemoteController:
                         raise error.cause from None  # without the controller's traceback and address
                     raise
                 self._actor = None
-                if clock() + pause_s > until:
+                if not until or clock() - asked > patience_s:
+                    until, pause_s = clock() + patience_s, 0.05
+                elif clock() + pause_s > until:
                     raise ControllerGone(f"the controller is away: {error}".splitlines()[0]) from error
             await asyncio.sleep(pause_s)
             pause_s = min(1.0, pause_s * 2)

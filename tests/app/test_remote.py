@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 from ray.serve.context import _get_serve_request_context, _RequestContext, _serve_request_context
 
 from app.rpc import directory, remote
-from app.rpc.ports import ReplicaGone
+from app.rpc.ports import ControllerGone, ReplicaGone
 from app.rpc.remote import RemoteDecode
 
 
@@ -70,3 +71,37 @@ async def test_a_call_waits_until_serve_knows_the_replica() -> None:
     await asyncio.sleep(0.01)
     directory.update("Decode", directory.Replicas(live=frozenset({"d1", "new"})))
     assert await asyncio.wait_for(waiting, 5) == {"asked": "new"}
+
+
+async def test_patience_begins_when_the_controller_is_found_away() -> None:
+    """A request may have waited in the controller's queue for longer than that when the controller dies."""
+    asked = 0
+
+    class Method:
+        async def remote(self, *_: Any) -> str:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                await asyncio.sleep(0.3)
+            if asked <= 2:
+                raise RayActorError
+            return "answer"
+
+    class Actor:
+        call = Method()
+
+    controller = remote.RemoteController(lambda: Actor, "f")
+    assert await controller._call("call", patience_s=0.2) == "answer"
+    assert asked == 3
+
+
+async def test_a_controller_that_stays_away_is_given_up() -> None:
+    class Method:
+        async def remote(self, *_: Any) -> str:
+            raise RayActorError
+
+    class Actor:
+        call = Method()
+
+    with pytest.raises(ControllerGone):
+        await asyncio.wait_for(remote.RemoteController(lambda: Actor, "f")._call("call", patience_s=0.2), 20)
