@@ -31,7 +31,7 @@ def service_spec() -> ClusterSpec:
             "pools.decode.replicas": 2,
             "pools.prefill.engine_args.num_gpu_blocks_override": BLOCKS,
             "pools.decode.engine_args.num_gpu_blocks_override": BLOCKS,
-            "admission.queue_wait_s": 1.0,
+            "admission.queue_wait_s": 20.0,
             "admission.queue_max": 4,
             "transfer.staging_bytes_max": 64 << 20,
             "frontend.replicas": 2,
