@@ -39,7 +39,7 @@ from ops.bench.forms import FORMS, Form
 
 # Random or of one process: not part of what a request form means.
 VOLATILE = {"id", "created", "created_at", "completed_at", "system_fingerprint", "request_id", "item_id", "metrics"}
-# A model's `root` is a path of the server's machine in vLLM's answer, which ours does not tell: it says the model's name.
+# A model's `root` is a path of the server's machine in vLLM's answer; ours says the model's name.
 VOLATILE |= {"root"}
 RANDOM_ID = re.compile(r"\b(chatcmpl|cmpl|resp|msg|rs|fc|call|chatcmpl-tool|generate-tokens)[-_][0-9A-Za-z-]{6,}")
 # One KV dtype, and every part of the server that a form may ask for.
