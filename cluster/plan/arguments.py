@@ -43,8 +43,14 @@ SETTINGS = {
     "prefix_hit": Setting(float, 0.0, "share of a prompt that prefill has cached"),
     "tpot_ms": Setting(float, None, "slowest time a token that is acceptable"),
     "link_gb_s": Setting(float, 50.0, "between nodes, GB/s a GPU"),
+    "failed": Setting(float, 0.0, "share of requests computed and not delivered"),
+    "retried": Setting(float, 0.0, "share of requests computed twice"),
     "layer_overhead_us": Setting(float, None, "roofline: fixed time a layer and step"),
+    "request_overhead_us": Setting(float, None, "roofline: time a layer, step and request"),
+    "fp8_kv_us": Setting(float, None, "roofline: time a layer and step of an FP8 cache"),
+    "fp8_experts_us": Setting(float, None, "roofline: least time a layer of FP8 experts"),
     "prefill_efficiency": Setting(float, None, "roofline: share of the BF16 peak"),
+    "fp8_prefill_gain": Setting(float, None, "roofline: prefill with FP8 weights"),
     "memory_efficiency": Setting(float, None, "roofline: share of the bandwidth"),
     "tolerance": Setting(float, TOLERANCE, "of --check"),
 }
@@ -90,6 +96,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a rarer setting, listed below")
     p.add_argument("--json", action="store_true")
+    p.add_argument("--calibrate", metavar="BENCH.json", help="fit the roofline to a results file of `pageferry bench`")
+    p.add_argument("--arm", help="of --calibrate (default: the file's first)")
     p.add_argument("--check", metavar="URL", help="compare a running service (or a saved /status) with the plan")
     return p
 

@@ -7,7 +7,8 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cluster.json_output import print_json
 from cluster.plan import render
 from cluster.plan.architecture import architecture
 from cluster.plan.arguments import parse
+from cluster.plan.calibrate import calibrate, read_points
 from cluster.plan.checkpoint import stored
 from cluster.plan.compare import compare_status
 from cluster.plan.facts import (
@@ -36,9 +38,9 @@ from cluster.plan.memory import (
     plan_pool,
 )
 from cluster.plan.pages import check_pair
-from cluster.plan.published import published_rows
-from cluster.plan.report import fits_report, pool_report, service_report
-from cluster.plan.roofline import Constants, constants_for
+from cluster.plan.published import Ordering, Published, cost_changes, orderings, published_rows
+from cluster.plan.report import calibration_report, fits_report, pool_report, service_report
+from cluster.plan.roofline import Constants, Roofline, constants_for
 from cluster.plan.service import ServicePlan, Workload
 from cluster.plan.sharding import Parallel
 from cluster.spec import ClusterSpec, SpecError
@@ -63,24 +65,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _published(args: argparse.Namespace) -> int:
-    rows = published_rows()
+    rows, orders, costs = published_rows(), orderings(), cost_changes()
     if args.json:
-        print_json(
-            [
-                {
-                    "what": r.what,
-                    "published": r.published,
-                    "planned": r.planned,
-                    "unit": r.unit,
-                    "off": r.off,
-                    "why": r.why,
-                }
-                for r in rows
-            ]
-        )
+        print_json({name: [asdict(row) for row in part] for name, part in _named(rows, orders, costs)})
     else:
-        render.console().print(render.published_table(rows))
+        for table in (
+            render.published_table(rows),
+            render.orderings_table("who is ahead: ratio of rates", orders),
+            render.orderings_table("an FP8 cache over a BF16 one: ratio of costs", costs),
+        ):
+            render.console().print(table)
     return 0
+
+
+def _named(
+    rows: list[Published], orders: list[Ordering], costs: list[Ordering]
+) -> list[tuple[str, Sequence[Published | Ordering]]]:
+    return [("figures", rows), ("orderings", orders), ("costs", costs)]
 
 
 def _topology(args: argparse.Namespace) -> int:
@@ -113,7 +114,21 @@ def _model(args: argparse.Namespace) -> int:
     plans = {"prefill": prefill, "decode": decode}
     if args.check:
         return _check(args, plans)
+    if args.calibrate:
+        return _calibrate(args, prefill, decode)
     return _show(args, plans, _service(args, prefill, decode, notes), notes)
+
+
+def _calibrate(args: argparse.Namespace, prefill: PoolPlan, decode: PoolPlan) -> int:
+    lines = [Roofline.of(p.arch, p.settings, _constants(args, p.settings.gpu)) for p in (decode, prefill)]
+    made = calibrate(read_points(Path(args.calibrate), args.arm), *lines)
+    if args.json:
+        print_json(calibration_report(made))
+    else:
+        render.console().print(render.calibration_table(made))
+        for name, values in calibration_report(made)["settings"].items():
+            print(f"{name}: {' '.join(f'--set {key}={value}' for key, value in values.items())}")
+    return 0
 
 
 def _device(args: argparse.Namespace, name: str | None) -> Gpu:
@@ -184,6 +199,8 @@ def _service(args: argparse.Namespace, prefill: PoolPlan, decode: PoolPlan, note
         link_gb_s=args.link_gb_s,
         gpu_price=args.gpu_price,
         prefix_hit=args.prefix_hit,
+        failed=args.failed,
+        retried=args.retried,
     )
     try:
         return ServicePlan(prefill, decode, work, *constants)
@@ -193,7 +210,7 @@ def _service(args: argparse.Namespace, prefill: PoolPlan, decode: PoolPlan, note
 
 
 def _constants(args: argparse.Namespace, device: Gpu) -> Constants:
-    names = ("layer_overhead_us", "prefill_efficiency", "memory_efficiency")
+    names = [field.name for field in fields(Constants)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return replace(constants_for(device), **given)
 

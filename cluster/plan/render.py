@@ -8,11 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cluster.plan.calibrate import Calibration
 from cluster.plan.compare import Row
 from cluster.plan.facts import GIB
 from cluster.plan.fits import Alternative
 from cluster.plan.memory import PoolPlan
-from cluster.plan.published import CLOSE, Published
+from cluster.plan.published import CLOSE, Ordering, Published
 
 _PARTS = (
     ("weights", "cyan"),
@@ -138,6 +139,22 @@ def published_table(rows: list[Published]) -> Table:
             f"[{style}]{row.off:+.2%}[/]",
             row.why,
         )
+    return table
+
+
+def orderings_table(title: str, rows: list[Ordering]) -> Table:
+    table = Table("", "published", "planned", "off", "constants", title=title, title_justify="left")
+    for row in rows:
+        off = row.planned / row.published - 1
+        table.add_row(row.what, f"{row.published:.3f}", f"{row.planned:.3f}", f"{off:+.1%}", row.predicted)
+    return table
+
+
+def calibration_table(made: Calibration) -> Table:
+    table = Table("", "measured ms", "modelled ms", "off", "", title="roofline against benchmark", title_justify="left")
+    for point, modelled in made.points:
+        off, kind = f"{modelled / point.seconds - 1:+.1%}", "fitted" if point.fitted else "predicted"
+        table.add_row(point.name, f"{point.seconds * 1e3:.2f}", f"{modelled * 1e3:.2f}", off, kind)
     return table
 
 

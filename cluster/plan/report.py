@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cluster.plan.calibrate import DECODE, PREFILL, Calibration
 from cluster.plan.facts import GIB
 from cluster.plan.fits import nearest_that_fits
 from cluster.plan.memory import PoolPlan
@@ -110,6 +111,8 @@ def service_report(service: ServicePlan) -> dict[str, Any]:
             "input_tokens": work.input_tokens,
             "output_tokens": work.output_tokens,
             "prefix_hit": work.prefix_hit,
+            "failed": work.failed,
+            "retried": work.retried,
             "tpot_ms": work.tpot_ms,
             "gpu_price": work.gpu_price,
         },
@@ -133,4 +136,27 @@ def service_report(service: ServicePlan) -> dict[str, Any]:
         "cost": None
         if cost is None
         else {"per_million_input_tokens": round(cost[0], 4), "per_million_output_tokens": round(cost[1], 4)},
+    }
+
+
+def calibration_report(made: Calibration) -> dict[str, Any]:
+    """Measured and modelled times, and the constants as keys of `--set`. `worst_predicted` is None when every point
+    was fitted."""
+    pools = {"decode": (made.decode, DECODE), "prefill": (made.prefill, PREFILL)}
+    return {
+        "points": [
+            {
+                "what": point.name,
+                "measured_s": point.seconds,
+                "modelled_s": modelled,
+                "off": modelled / point.seconds - 1,
+                "fitted": point.fitted,
+            }
+            for point, modelled in made.points
+        ],
+        "worst_predicted": made.worst_predicted,
+        "settings": {
+            pool: {name: float(f"{getattr(constants, name):.4g}") for name in names}
+            for pool, (constants, names) in pools.items()
+        },
     }

@@ -1,10 +1,10 @@
-"""Time of a forward step from first principles and two fitted constants.
+"""Time of a forward step from first principles and a few fitted constants: the one cost model of planner and simulator.
 
 A decode step reads every weight it touches and every KV row of its requests; a prefill step multiplies. Each takes
-`max(bytes / bandwidth, FLOP / peak)` on the GPU that has most to do, plus a fixed cost a layer for launches,
-all-reduces and small kernels, which dominates at small batches.
+`max(bytes / bandwidth, FLOP / peak)` on the GPU that has most to do, plus fixed costs a layer and a request, which
+dominate at small batches.
 
-The two fitted constants, and how well they do, are in `Constants`.
+The fitted constants are in `Constants`; how well they do, `pageferry plan --published` shows.
 """
 
 from __future__ import annotations
@@ -22,36 +22,44 @@ from cluster.plan.tensors import Kind, active_parameters, tensors
 
 @dataclass(frozen=True)
 class Constants:
-    """What arithmetic cannot give: two fitted numbers and one assumed. All are inputs (`--layer-overhead-us` ...).
+    """What arithmetic cannot give. All are inputs (`--set layer_overhead_us=...`), and `--calibrate` fits them.
 
-    layer_overhead_us: fixed time a layer and step. Fitted to the published decode rates of Kimi K2.6 (8 x H200, TP 8,
-    INT4): 137 and 125 tok/s alone with BF16 and FP8 KV, 1,555 at 32 and 2,192 at 64 requests of 21,400 tokens.
-    With it the four come out as 133, 136, 1,227 and 2,119: -3, +9, -21 and -3 %.
-    prefill_efficiency: share of the BF16 peak that prefill reaches. Fitted to GLM 5.2 (8 x H200): 10,160 tok/s with
-    FP8 and 8,660 with INT4 weights, for which prompts of 8,192 give one number, 9,320. Low, as sparse experts are;
+    layer_overhead_us: fixed time a layer and step (launches, all-reduces, small kernels).
+    request_overhead_us: time a layer, step and request beside reading its rows (attention tiles, routing, sampling).
+    fp8_kv_us: time a layer and step that an FP8 cache adds (quantising new rows, dequantising kernels).
+    fp8_experts_us: least time a layer for the matmuls of FP8 weights with routed experts, whose grouped kernels do not
+    get faster below some batch; nothing is added once reading the weights takes longer.
+    prefill_efficiency: share of the BF16 peak that prefill reaches with BF16 activations. Low, as sparse experts are;
     dense models reach 0.4 to 0.6: give it yours.
+    fp8_prefill_gain: how much faster than that prefill is with FP8 weights (multiplied in FP8).
     memory_efficiency: share of the data-sheet bandwidth. Assumed, not fitted: what streaming kernels usually reach.
 
-    Not fitted and so a fair test: GLM 5.2 decode, published 92 (INT4) and 60 (FP8) tok/s alone, 1,933 and 1,672 at 64,
-    comes out as 106, 111, 2,942 and 2,210: alone it puts FP8 ahead of INT4, the reverse of what was published,
-    and is off by up to 85 %. Expect the right order of batches, not of formats, and no rate.
+    The defaults are those of 8 x H200, TP 8. `cluster.plan.published` says which published rates they were fitted to
+    (four of Kimi K2.6, one of GLM 5.2, and both prefill rates) and how the rates come out that they were not.
     """
 
-    layer_overhead_us: float = 95.0
-    prefill_efficiency: float = 0.115
+    layer_overhead_us: float = 93.85
+    request_overhead_us: float = 1.926
+    fp8_kv_us: float = 12.0
+    fp8_experts_us: float = 105.6
+    prefill_efficiency: float = 0.1067
+    fp8_prefill_gain: float = 1.175
     memory_efficiency: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.layer_overhead_us < 0:
-            raise PlanError(f"layer_overhead_us {self.layer_overhead_us} must not be negative")
+        for name in ("layer_overhead_us", "request_overhead_us", "fp8_kv_us", "fp8_experts_us"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"{name} {getattr(self, name)} must not be negative")
         for name in ("prefill_efficiency", "memory_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise PlanError(f"{name} {getattr(self, name)} must be above 0 and at most 1")
+        if self.fp8_prefill_gain <= 0:
+            raise PlanError(f"fp8_prefill_gain {self.fp8_prefill_gain} must be above 0")
 
 
 # One core of a small cloud machine, with the bandwidth and peak of the CPU entry in facts.py: chosen so that SmolLM2
 # 135M gives what was seen on one, about 27 tok/s alone and 300 at 24 requests.
-CPU_CONSTANTS = Constants(layer_overhead_us=400.0, prefill_efficiency=1.0, memory_efficiency=1.0)
+CPU_CONSTANTS = Constants(400.0, 0.0, 0.0, 0.0, prefill_efficiency=1.0, fp8_prefill_gain=1.0, memory_efficiency=1.0)
 
 
 def constants_for(gpu: Gpu) -> Constants:
@@ -112,6 +120,8 @@ class Roofline:
     prefill_flops_per_pair: float
     index_flops_per_pair: float
     decode_tflops: float
+    fp8_weights: bool = False
+    fp8_kv: bool = False
     chunk_tokens: int = 8192
     constants: Constants = field(default_factory=Constants)
 
@@ -138,6 +148,8 @@ class Roofline:
             prefill_flops_per_pair=_prefill_pair_flops(arch),
             index_flops_per_pair=2.0 * owners * arch.dsa.heads * arch.dsa.head_dim if arch.dsa else 0.0,
             decode_tflops=settings.gpu.tflops(weights.name),
+            fp8_weights=weights.name.startswith("fp8"),
+            fp8_kv=settings.kv.startswith("fp8"),
             chunk_tokens=settings.batched_tokens,
             constants=constants or constants_for(settings.gpu),
         )
@@ -171,7 +183,7 @@ class Roofline:
         kv = (rows * self.kv_row_bytes + context * self.index_row_bytes) / self.parallel.dp
         flops = (micro * self.flops_per_token + rows * self.decode_flops_per_pair) / self._ranks
         flops += context * self.index_flops_per_pair / self.parallel.dp
-        return self._cost(weights, kv, flops, self.decode_tflops, steps=1)
+        return self._cost(weights, kv, flops, self.decode_tflops, steps=1, requests=micro)
 
     def decode_step_seconds(self, batch: int, context_tokens_total: int) -> float:
         return self.decode_step(batch, context_tokens_total).seconds
@@ -196,6 +208,8 @@ class Roofline:
         every_pair = _pairs(tokens, context_tokens, context_tokens + tokens)
         flops += every_pair * self.index_flops_per_pair / self.parallel.dp
         peak = self.gpu.bf16_tflops * self.constants.prefill_efficiency
+        if self.fp8_weights and self.gpu.fp8_tflops:
+            peak *= self.constants.fp8_prefill_gain
         return self._cost(weights, kv, flops, peak, steps)
 
     def prefill_seconds(self, tokens: int, context_tokens: int = 0) -> float:
@@ -206,10 +220,15 @@ class Roofline:
         """Prompt tokens a second of the replica; pipeline stages work on different prompts."""
         return self.parallel.pp * tokens / self.prefill_seconds(tokens)
 
-    def _cost(self, weights: float, kv: float, flops: float, tflops: float, steps: int) -> StepCost:
+    def _cost(
+        self, weights: float, kv: float, flops: float, tflops: float, steps: int, requests: float = 0.0
+    ) -> StepCost:
+        fixed = self.constants
+        layer_us = fixed.layer_overhead_us + fixed.request_overhead_us * requests + fixed.fp8_kv_us * self.fp8_kv
+        least_us = fixed.fp8_experts_us if self.fp8_weights and self.experts else 0.0
         return StepCost(
-            overhead_s=steps * self.layers * self.constants.layer_overhead_us * 1e-6,
-            weights_s=weights / self._bandwidth,
+            overhead_s=steps * self.layers * layer_us * 1e-6,
+            weights_s=max(weights / self._bandwidth, steps * self.layers * least_us * 1e-6),
             kv_s=kv / self._bandwidth,
             compute_s=flops / (tflops * 1e12) if tflops else 0.0,
         )

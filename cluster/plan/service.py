@@ -15,7 +15,8 @@ from cluster.plan.roofline import Constants, Roofline, StepCost
 class Workload:
     """What clients send. tpot_ms: the slowest time a token that is accepted, None for any. link_gb_s: one direction
     between nodes for each GPU (50: one 400 Gb/s port). gpu_price: per GPU and hour, any currency. prefix_hit: share of
-    the prompt that the prefill replica has cached; it is still read and handed over."""
+    the prompt that the prefill replica has cached; it is still read and handed over. failed: share of requests whose
+    work was paid for and whose answer was not delivered. retried: share of requests whose work was done twice."""
 
     input_tokens: int = 8192
     output_tokens: int = 1000
@@ -23,13 +24,16 @@ class Workload:
     link_gb_s: float = 50.0
     gpu_price: float | None = None
     prefix_hit: float = 0.0
+    failed: float = 0.0
+    retried: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("input_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} {getattr(self, name)} must be at least 1")
-        if not 0 <= self.prefix_hit < 1:
-            raise PlanError(f"prefix_hit {self.prefix_hit} must be at least 0 and below 1")
+        for name in ("prefix_hit", "failed", "retried"):
+            if not 0 <= getattr(self, name) < 1:
+                raise PlanError(f"{name} {getattr(self, name)} must be at least 0 and below 1")
         for name in ("tpot_ms", "gpu_price", "link_gb_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -42,6 +46,11 @@ class Workload:
     @property
     def cached_tokens(self) -> int:
         return int(self.input_tokens * self.prefix_hit)
+
+    @property
+    def work_per_answer(self) -> float:
+        """Requests computed for each answer that a client got."""
+        return (1 + self.retried) / (1 - self.failed)
 
     @property
     def computed_tokens(self) -> int:
@@ -156,11 +165,11 @@ class ServicePlan:
 
     @property
     def cost_per_million(self) -> tuple[float, float] | None:
-        """`(per million prompt tokens, per million output tokens)` of pools that are kept busy; None without a GPU
-        price."""
+        """`(per million prompt tokens, per million output tokens)` that were delivered by pools that are kept busy,
+        failed and retried work included; None without a GPU price."""
         if self.work.gpu_price is None:
             return None
-        second = self.work.gpu_price / 3600
+        second = self.work.gpu_price / 3600 * self.work.work_per_answer
         prompt = second * self.prefill.settings.parallel.gpus / (self.prefill_requests_s * self.work.input_tokens)
         output = second * self.decode.settings.parallel.gpus / self.decode_tokens_s
         return prompt * 1e6, output * 1e6

@@ -74,11 +74,14 @@ def test_tables_show_every_part(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_published_figures_are_listed_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = as_json(capsys, "--published")
+    tree = as_json(capsys, "--published")
+    rows = tree["figures"]
+    assert len(tree["orderings"]) == 5 and len(tree["costs"]) == 2
     assert {686_000, 1_370_000, 705, 421, 88, 52, 1_180_000} <= {row["published"] for row in rows}
     assert all(row["why"] for row in rows)
     assert main(["--published"]) == 0
-    assert "1,370,000 tokens" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "1,370,000 tokens" in text and "who is ahead" in text and "ratio of costs" in text
 
 
 def test_gpu_overrides_and_other_gpus(capsys: pytest.CaptureFixture[str]) -> None:

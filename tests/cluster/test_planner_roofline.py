@@ -1,4 +1,4 @@
-"""Roofline: the published rates it was fitted to, and laws that any step time must obey."""
+"""Roofline: published rates, fitted and predicted, and laws that any step time must obey."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cluster.plan.architecture import architecture
 from cluster.plan.facts import PlanError, gpu, model_config
 from cluster.plan.formats import kv_format, weight_format
 from cluster.plan.memory import PoolSettings
+from cluster.plan.published import CONTEXT_SHARE, FREE, RATES, Rate, cost_changes, fit, orderings
 from cluster.plan.roofline import Constants, Roofline
 from cluster.plan.sharding import Parallel
 
@@ -21,34 +22,30 @@ def roofline(model: str, weights: str, kv: str, tp: int = 8, pp: int = 1, **give
     return Roofline.of(arch, pool, Constants(**given))  # type: ignore[arg-type]
 
 
-# (model, weights, kv, batch, published tok/s, what the documented constants give)
-DECODE = [
-    ("kimi-k2.6", "int4", "bf16", 1, 137, 133),
-    ("kimi-k2.6", "int4", "fp8", 1, 125, 136),
-    ("kimi-k2.6", "int4", "bf16", 32, 1555, 1227),
-    ("kimi-k2.6", "int4", "fp8", 64, 2192, 2119),
-    ("glm-5.2", "int4", "fp8", 1, 92, 106),
-    ("glm-5.2", "fp8", "fp8", 1, 60, 111),
-    ("glm-5.2", "int4", "fp8", 64, 1933, 2942),
-    ("glm-5.2", "fp8", "fp8", 64, 1672, 2210),
-]
+def test_the_defaults_are_what_the_fitted_rates_give() -> None:
+    found = fit()
+    for name in FREE:
+        assert getattr(Constants(), name) == pytest.approx(found[name], rel=2e-3), name
+    assert found["context_share"] == pytest.approx(CONTEXT_SHARE, rel=2e-3)
 
 
-@pytest.mark.parametrize(("model", "weights", "kv", "batch", "published", "documented"), DECODE)
-def test_decode_rates_are_those_documented_in_constants(
-    model: str, weights: str, kv: str, batch: int, published: float, documented: float
-) -> None:
-    rate = roofline(model, weights, kv).decode_tokens_per_second(batch, batch * 21_400)
-    assert rate == pytest.approx(documented, abs=1.5)
-    if model == "kimi-k2.6":
-        assert rate == pytest.approx(published, rel=0.22)
+@pytest.mark.parametrize("rate", RATES, ids=lambda r: f"{r.model}-{r.weights}-{r.kv}-{r.batch}")
+def test_published_rates_come_out(rate: Rate) -> None:
+    assert rate.planned() == pytest.approx(rate.rate, rel=0.012 if rate.fitted else 0.06)
 
 
-@pytest.mark.parametrize(("weights", "published"), [("fp8", 10_160), ("int4", 8_660)])
-def test_prefill_rate_of_glm_is_near_the_published(weights: str, published: float) -> None:
-    rate = roofline("glm-5.2", weights, "bf16").prefill_tokens_per_second(8192)
-    assert rate == pytest.approx(9_320, abs=10)
-    assert rate == pytest.approx(published, rel=0.09)
+def test_the_five_published_orderings_come_out_with_their_sizes() -> None:
+    rows = orderings()
+    assert [row.predicted for row in rows].count("both sides fitted") == 3
+    for row in rows:
+        assert row.published > 1 and row.planned > 1, row.what
+        assert row.planned == pytest.approx(row.published, rel=0.1), row.what
+
+
+def test_a_cheaper_token_is_decodes_alone() -> None:
+    decode, whole = cost_changes()
+    assert decode.planned == pytest.approx(decode.published, abs=0.02)
+    assert 0.8 < whole.planned < 0.9, "prefill costs the same, so a whole request is not 30 % cheaper"
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,7 +67,7 @@ ROOFLINES = [
 
 
 def test_a_step_is_never_faster_than_reading_what_it_must() -> None:
-    line = roofline("glm-4.5", "bf16", "bf16", layer_overhead_us=0.0, memory_efficiency=1.0)
+    line = roofline("glm-4.5", "bf16", "bf16", layer_overhead_us=0.0, request_overhead_us=0.0, memory_efficiency=1.0)
     # GLM 4.5 at TP 8: one KV head a GPU, 92 layers x 2 x 128 x 2 B = 47,104 B a token.
     assert line.kv_row_bytes == 47_104
     step = line.decode_step(1, 100_000)

@@ -152,7 +152,7 @@ def mixed_bursts(seconds: float = 3_600.0, seed: int = 2) -> list[Arrival]:
 
 def costs() -> RooflineCosts:
     plan = published_pool("kimi-k2.6", "int4", "fp8")
-    return RooflineCosts(Roofline.of(plan.arch, plan.settings), 0.6)
+    return RooflineCosts(Roofline.of(plan.arch, plan.settings))
 
 
 def play(arrivals: list[Arrival], serve: ServeSettings | None, minimum: int = 1) -> ClusterSim:
