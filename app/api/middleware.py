@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api import json_body, routes
 from app.api.error_rewriter import ErrorRewriter, error_response
 from app.api.json_body import MAX_NAME_CHARS
+from app.api.patience import patience_s
 from app.client.asgi import IN_PROCESS
 from app.request.context import CALLER, Caller
 from app.request.eligibility import INTERNAL_ARGS
@@ -78,6 +79,7 @@ class RequestFilter:
             session=headers.get("x-session-affinity") or headers.get("x-session-id") or "",
             trace=headers.get("x-request-id") or uuid.uuid4().hex,
             named_by_serve="x-request-id" in headers and not _in_process(scope),
+            patience_s=patience_s(headers),
         )
         if refusal := self._refuse_head(scope, headers, caller):
             if scope["type"] == "websocket":

@@ -19,13 +19,15 @@ class Caller:
     """Set by the guard for every HTTP request. `fault` is how the request failed inside, for the response headers.
 
     `trace` is the request's X-Request-Id, the client's or one of ours: the answer has it, and every line of the log.
-    `named_by_serve`: Serve's HTTP server has read or made that id, and writes it into the answer.
+    `named_by_serve`: Serve's HTTP server has read or made that id, and writes it into the answer. `patience_s`: the
+    client gives up when nothing has come after this; 0: it does not say.
     """
 
     tenant: str = ""
     session: str = ""
     trace: str = ""
     named_by_serve: bool = False
+    patience_s: float = 0.0
     fault: RequestError | None = None
 
 

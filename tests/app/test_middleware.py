@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from app.api.middleware import Access, RequestFilter
+from app.api.patience import patience_s
 from app.client import asgi
 from app.request import context
 from app.request.state import RequestError
@@ -20,7 +22,8 @@ from app.request.state import RequestError
 
 async def echo(request: Request) -> JSONResponse:
     caller = context.current()
-    return JSONResponse({"body": await request.json(), "tenant": caller.tenant, "session": caller.session})
+    known = {"tenant": caller.tenant, "session": caller.session, "patience_s": caller.patience_s}
+    return JSONResponse({"body": await request.json(), **known})
 
 
 async def busy(request: Request) -> JSONResponse:
@@ -163,6 +166,37 @@ async def test_tenants_are_told_by_their_key() -> None:
 
 def test_salts_separate_tenants() -> None:
     assert context.cache_salt("red") == context.cache_salt("red") != context.cache_salt("blue")
+
+
+@pytest.mark.parametrize(
+    ("headers", "patience_s"),
+    [
+        ({}, 0.0),
+        ({"x_stainless_read_timeout": "600"}, 600.0),  # OpenAI's client in Python
+        ({"x_stainless_timeout": "30", "request_timeout": "12.5"}, 12.5),
+        *(({"x_stainless_read_timeout": text}, 0.0) for text in ("", "soon", "60s", "0", "-1", "nan", "inf")),
+    ],
+)
+async def test_a_client_says_how_long_it_waits(headers: dict[str, str], patience_s: float) -> None:
+    _, _, raw = await call("/v1/completions", {}, **headers)
+    assert json.loads(raw)["patience_s"] == patience_s
+
+
+async def test_openais_client_says_its_time_out() -> None:
+    import httpx
+
+    seen: list[dict[str, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(dict(request.headers))
+        return httpx.Response(429, json={})
+
+    made = openai.OpenAI(
+        api_key="none", timeout=7.5, max_retries=0, http_client=httpx.Client(transport=httpx.MockTransport(answer))
+    )
+    with pytest.raises(openai.RateLimitError):
+        made.completions.create(model="m", prompt="x")
+    assert patience_s(seen[0]) == 7.5
 
 
 async def test_a_session_is_named_by_a_header() -> None:
