@@ -116,6 +116,7 @@ class AdmitRequest(Request["Ticket | Overloaded"], frozen=True, kw_only=True):
     num_output_tokens: int = 0  # already emitted, when the request is resumed
     patience_s: float = 0.0  # the client gives up after this, from now on; 0: not known
     tokenizer: str = ""  # whose token ids these are, see `Fingerprint`; "": any
+    alone: bool = False  # engines have ended with it: only on a replica that has no other request
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,6 +266,7 @@ class FrontendCommand(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = Role.DECODE
     replica_id: ReplicaId = ""
     reason: str = ""
+    died: bool = False  # that replica's engine has ended with the ticket's request in it
 
 
 class FrontendReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,11 +362,15 @@ class ReplicaStarting(Request[None], frozen=True):
 
 
 class ReplicaLeft(Request[None], frozen=True):
-    """A replica says goodbye, or the platform says that its process is gone."""
+    """A replica says goodbye, or the platform says that its process is gone.
+
+    `lost`: its engine has "died" or "hung"; "": it leaves in order.
+    """
 
     replica_id: ReplicaId
     incarnation: int | None = None  # None: whichever
     why: str = "has left"
+    lost: str = ""
 
 
 # -- to the controller, from transfer actors
@@ -384,11 +390,17 @@ class TransferReport(Request[list[tuple[TicketId, int]]], frozen=True):
 
 
 class FrontendHeartbeat(Request[FrontendReply], frozen=True):
-    """Which tickets live there. `stamp`: of the last reply; with 0 a grant lost on its way is not noticed."""
+    """Which tickets live there. `stamp`: of the last reply; with 0 a grant lost on its way is not noticed.
+
+    `reachable`: replicas of both pools that calls from there find now; its requests get no others. None: not said.
+    `stall_s`: the longest that its event loop stood still since the heartbeat before.
+    """
 
     frontend_id: str
     live_tickets: tuple[TicketId, ...] = ()
     stamp: int = 0
+    reachable: tuple[ReplicaId, ...] | None = None
+    stall_s: float = 0.0
 
 
 class Adopt(Request[None], frozen=True):

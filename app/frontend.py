@@ -20,6 +20,7 @@ from actors.messages import Configure, Role, SetTarget
 from app.api.health import cannot_serve
 from app.api.status import whole_audit
 from app.client.asgi import call
+from app.loop_stall import LoopStall
 from app.rpc import directory
 from app.rpc.controller_loops import ControllerLoops
 from app.rpc.remote import CONTROLLER_AWAY_S
@@ -58,8 +59,10 @@ class Frontend:
         self._loop = asyncio.get_running_loop()
         await self._start_server()
         hung_s = 2 * spec.admission.fence_after_s
-        self._loops = ControllerLoops(self.controller, self.client, Configure(spec, deployment), hung_s)
+        configuration, stall = Configure(spec, deployment), LoopStall(self._metrics)
+        self._loops = ControllerLoops(self.controller, self.client, configuration, hung_s, self._reachable, stall.take)
         self._loops.start()
+        self._stall_watch = asyncio.create_task(stall.watch())
         directory.watch(self._replicas_changed)
 
     async def _start_server(self) -> None:
@@ -73,6 +76,9 @@ class Frontend:
         self._generation, self._tokenizer = generation(spec), tokenizer_of(spec)
         args = server_args(spec)
         config = frontend_config(args)
+        self._metrics = FrontendMetrics(
+            ray.util.metrics, serve.get_replica_context().app_name, spec.frontend.tenants.values()
+        )
         self.client = FerryCoreClient(
             self.frontend_id,
             self.controller,
@@ -83,9 +89,7 @@ class Frontend:
             num_engines=spec.pools.decode.bounds[1],
             tokenizer=self._tokenizer,
             retries_mismatch=spec.integrity.policy == "retry",
-            metrics=FrontendMetrics(
-                ray.util.metrics, serve.get_replica_context().app_name, spec.frontend.tenants.values()
-            ),
+            metrics=self._metrics,
         )
         self._asgi, self._fastapi, self.llm = await build_server(
             spec,
@@ -150,14 +154,19 @@ class Frontend:
         self._answered_at = now
         return cannot_serve(status, self.spec, self._generation, self._tokenizer)
 
+    def _reachable(self) -> frozenset[str]:
+        return directory.live(self.decode.name) | directory.live(self.prefill.name)
+
     def _replicas_changed(self, deployment: str, live: frozenset[str], left: frozenset[str]) -> None:
         """Called from the thread of Serve's router."""
+        self._loop.call_soon_threadsafe(self._loops.replicas_changed)
         if left:
             self._loop.call_soon_threadsafe(self._loops.replicas_left, left)
 
     async def __del__(self) -> None:
         if (loops := getattr(self, "_loops", None)) is not None:
             loops.stop()
+            self._stall_watch.cancel()
         if (llm := getattr(self, "llm", None)) is not None:
             llm.shutdown()
             await self.client.drained(5.0)

@@ -26,6 +26,7 @@ POOLS = ("prefill", "decode")
 OUTCOMES = ("done", "cancelled", "failed")
 VERDICTS = ("ok", "mismatch", "missing", "stale", "wrong_layout")
 LIVE_STATES = ("admitted", "prefilling", "sealed", "moving", "verified", "recomputing", "decoding")
+ENGINE_LOSSES = ("died", "hung", "silent")
 PHASES = ("admit", "prefill", "prefill_replica", "hand_over", "submit")
 
 
@@ -89,6 +90,7 @@ FRONTEND = (
         "from the middles of its buckets",
         phase=(*PHASES, "first_token"),
     ),
+    histogram("loop_stall", "Times for which the frontend's event loop stood still, from 0.05 s on", SECONDS),
     counter("replicas_lost", "Times a request lost its replica, by role", role=POOLS),
     counter("resumed", "Streams continued on another decode replica"),
     counter(
@@ -155,6 +157,13 @@ CONTROLLER = (
     counter(
         "tag_mismatches",
         "Block tables that named a page that was not the request's own, of all replicas: alert on any",
+    ),
+    counter(
+        "engines_lost",
+        "Engines that were given up: died (its process ended), hung (it has requests and makes no step, or one of its "
+        "processes is stopped), silent (its replica was not heard)",
+        pool=POOLS,
+        cause=ENGINE_LOSSES,
     ),
     counter(
         "scale_decisions", "Decisions of the autoscaler to change a pool's size", pool=POOLS, direction=("up", "down")

@@ -68,7 +68,7 @@ class Controller:
         answer = await self._ask(message)
         if isinstance(message, Join):
             name, life = message.announcement.replica_id, message.announcement.incarnation
-            self._watch_process(name, ReplicaLeft(name, life, "has died"))
+            self._watch_process(name, ReplicaLeft(name, life, "has died", "died"))
         elif isinstance(message, FrontendHeartbeat):
             self._watch_process(message.frontend_id, FrontendGone(message.frontend_id))
             answer = msgspec.structs.replace(answer, orders=tuple(self._waiting_orders(message.frontend_id)))

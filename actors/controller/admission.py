@@ -163,7 +163,7 @@ class Admission(ControllerState):
                 num_behind += 1
                 if num_behind == BACKFILL_MAX:
                     return
-            elif placed is not None and self.selector.has_pool(waiting.request, waiting.generation):
+            elif placed is not None and placed is not Short.REPLICA:  # what no replica here can take delays nobody
                 hold = self.selector.hold_for(waiting.request, placed, waiting.generation, now_ns)
 
     def _serve_waiting(self, waiting: Waiting, hold: Hold | None, now_ns: int) -> Short | None:

@@ -55,6 +55,10 @@ class Demand:
         """That run at once; an engine starts the others when a slot is free again."""
         return min(self.request.num_sequences, replica.slots)
 
+    def slots(self, replica: Replica) -> int:
+        """That it takes: all of them, where nothing else may run beside it."""
+        return replica.slots if self.request.alone else self.sequences(replica)
+
     def blocks(self, replica: Replica) -> int:
         return blocks_for(self.request, self.output, replica.announcement.block_tokens, self.sequences(replica))
 
@@ -96,7 +100,7 @@ def limit_of(replica: Replica, occupancy_limit: float) -> int:
 
 def fit(demand: Demand, replica: Replica, limit: int, hold: Hold | None, now_ns: int) -> Fit | Short:
     """`limit`: blocks that may be promised. A request larger than that fits where nothing else is."""
-    blocks, slots = min(demand.blocks(replica), limit), demand.sequences(replica)
+    blocks, slots = min(demand.blocks(replica), limit), demand.slots(replica)
     ends_ns, margin = now_ns + demand.lasts_ns, reserve(replica.variance + demand.variance(replica))
     taken, free = blocks, replica.slots - replica.slots_taken
     if hold is not None and hold.replica is replica and ends_ns > hold.start_ns:
@@ -117,7 +121,7 @@ def reserve(variance: float) -> int:
 
 def earliest(demand: Demand, replica: Replica, limit: int, now_ns: int) -> int:
     """When the replica will have room for the request, if everything there ends as expected."""
-    blocks, slots = min(demand.blocks(replica), limit), demand.sequences(replica)
+    blocks, slots = min(demand.blocks(replica), limit), demand.slots(replica)
     free, free_slots, when = limit - replica.committed, replica.slots - replica.slots_taken, now_ns
     for end_ns, _, reserved, _, held in replica.ends:
         if free >= blocks and free_slots >= slots:

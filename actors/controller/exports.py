@@ -40,6 +40,9 @@ class Exporter:
         for pool, directions in status["scaling"]["decided"].items():
             for direction, total in directions.items():
                 self._total("pageferry_scale_decisions_total", total, pool=pool, direction=direction)
+        for pool, causes in status["engines_lost"].items():
+            for cause, total in causes.items():
+                self._total("pageferry_engines_lost_total", total, pool=pool, cause=cause)
         for node_id, staging in status["staging"]["nodes"].items():
             node = node_id[:NODE_CHARS]
             self._emitter.set("pageferry_staging_bytes", staging["bytes_held"], node=node)

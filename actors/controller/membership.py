@@ -183,7 +183,9 @@ class Membership(Recovery):
             live = self.registry.tickets[replica.ends[0][1]]
             longer = max(SECOND, (now_ns - live.admitted_ns) // 2)
             request = live.request
-            most = blocks_for(request, request.max_tokens, replica.announcement.block_tokens, live.slots)
+            most = blocks_for(
+                request, request.max_tokens, replica.announcement.block_tokens, min(live.slots, request.num_sequences)
+            )
             grown = live.reserved + int(live.growth * longer / SECOND) + 1
             reserved = max(live.reserved, min(grown, most, limit))
             growth = (reserved - live.reserved) * SECOND / longer  # from what it has now to what it may have then
@@ -200,16 +202,19 @@ class Membership(Recovery):
         replica = self.registry.replicas.get(event.replica_id)
         if replica is not None and event.incarnation in (None, replica.announcement.incarnation):
             self._left_lives[(replica.id, replica.announcement.incarnation)] = None
+            if event.lost and not replica.fenced:
+                self._add(f"engines_{event.lost}_{replica.role}")
             self._drop_replica(replica, f"{replica.id} {event.why}", now_ns)
 
     def _drop_replica(self, replica: Replica, reason: str, now_ns: int, keep: bool = False) -> None:
         """Its tickets are lost there; `keep` leaves a fenced record behind, for its heartbeats and for `status`."""
+        died = keep or not replica.draining_since_ns
         decoding, prefilling = self.registry.remove(replica.id)
         self.selector.forget(replica)
         for live in decoding:
-            self._tell_lost(live, Role.DECODE, replica.id, reason, now_ns)
+            self._tell_lost(live, Role.DECODE, replica.id, reason, now_ns, died)
         for live in prefilling:
-            self._tell_lost(live, Role.PREFILL, replica.id, reason, now_ns)
+            self._tell_lost(live, Role.PREFILL, replica.id, reason, now_ns, died)
         if keep:
             self.registry.replicas[replica.id] = replica
         self._out.append(Log(f"{reason}: {len(decoding) + len(prefilling)} tickets go elsewhere"))
@@ -222,7 +227,7 @@ class Membership(Recovery):
             return
         if silent >= self._fence_ns:
             replica.fenced = True
-            self._add("fenced")
+            self._add(f"engines_silent_{replica.role}")
             self._drop_replica(replica, f"{replica.id} has been silent for {silent / SECOND:.1f} s", now_ns, keep=True)
             self._out.append(Replace("replica", replica.id))
             return
@@ -246,6 +251,8 @@ class Membership(Recovery):
 
     def _frontend_heartbeat(self, event: FrontendHeartbeat, call_id: CallId, now_ns: int) -> None:
         self.frontends[event.frontend_id] = now_ns
+        is_news = self._note_reachable(event)
+        self.stalls.note(event.frontend_id, event.stall_s, now_ns)
         known = True
         self._advance_epoch(event.live_tickets)
         for ticket_id in event.live_tickets:
@@ -283,12 +290,24 @@ class Membership(Recovery):
                 self._suspect(live.ticket)
                 self._close(live, Outcome.CANCELLED, now_ns)
         self._reply(call_id, FrontendReply(epoch=self.epoch, known=known, stamp=now_ns))
+        if is_news:
+            self._drain_queue(now_ns)
+
+    def _note_reachable(self, event: FrontendHeartbeat) -> bool:
+        """True: what its requests may use has changed. A replica joins before Serve tells the frontends of it."""
+        before = self.registry.reachable.pop(event.frontend_id, None)
+        now = None if event.reachable is None else frozenset(event.reachable)
+        if now is not None:
+            self.registry.reachable[event.frontend_id] = now
+        return now != before
 
     def _frontend_gone(self, event: FrontendGone, call_id: CallId, now_ns: int) -> None:
         self._frontend_silent(event.frontend_id, "is gone", now_ns)
 
     def _frontend_silent(self, frontend_id: str, why: str, now_ns: int) -> None:
         self.frontends.pop(frontend_id, None)
+        self.registry.reachable.pop(frontend_id, None)
+        self.stalls.forget(frontend_id)
         tickets = sorted(self.registry.by_frontend.get(frontend_id, ()))
         for waiting in [w for w in self.queue if w.request.frontend_id == frontend_id]:
             self.queue.drop(waiting.call_id)  # all of them first: a place given back now goes to somebody else

@@ -88,9 +88,10 @@ class Recovery(Tickets):
         decode = decode if decode is not None and not decode.fenced else None
         output = self.forecast.output_tokens(request)
         block_tokens = decode.announcement.block_tokens if decode else self.spec.pools.decode.block_tokens
-        live.slots = min(request.num_sequences, decode.slots) if decode else request.num_sequences
-        live.reserved = blocks_for(request, output, block_tokens, live.slots)
-        live.growth = live.slots * SECOND / (self.forecast.token_ns * block_tokens)
+        sequences = min(request.num_sequences, decode.slots) if decode else request.num_sequences
+        live.slots = decode.slots if decode and request.alone else sequences
+        live.reserved = blocks_for(request, output, block_tokens, sequences)
+        live.growth = sequences * SECOND / (self.forecast.token_ns * block_tokens)
         live.ends_ns = now_ns + int(self.forecast.token_ns * max(1, output - claim.num_output_tokens))
         live.prefill_tokens = ticket.num_prompt_tokens
         live.generation = decode.announcement.generation if decode else ""

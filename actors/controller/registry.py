@@ -148,10 +148,17 @@ class Registry(Tracked):
         self.tickets: TrackedDict[TicketId, TicketRecord] = TrackedDict()
         self.by_request: TrackedDict[tuple[str, str], TicketId] = TrackedDict()  # (frontend, request) -> ticket
         self.by_frontend: TrackedDict[str, TrackedSet[TicketId]] = TrackedDict()
+        # Replicas that calls from a frontend find; a frontend that is not in here has not said it.
+        self.reachable: TrackedDict[str, frozenset[ReplicaId]] = TrackedDict()
         self.staged: TrackedDict[str, int] = TrackedDict()  # bytes that live tickets have or will have, by node
         self.by_state: TrackedDict[TicketState, int] = TrackedDict(dict.fromkeys(TicketState, 0))
         self.ended: RecentDict[TicketId, Outcome] = RecentDict(ENDED_REMEMBERED)
         self.ended_requests: RecentDict[tuple[str, str], TicketId] = RecentDict(ENDED_REMEMBERED)
+
+    def can_use(self, request: AdmitRequest, replica_id: ReplicaId) -> bool:
+        """Whether the request's frontend can call the replica, and it is none that the request avoids."""
+        reachable = self.reachable.get(request.frontend_id)
+        return replica_id not in request.exclude and (reachable is None or replica_id in reachable)
 
     # -- tickets
 

@@ -184,7 +184,7 @@ class ReplicaSelector(Tracked):
             prefill=prefill,
             reserved=blocks,
             growth=demand.growth(seat.replica),
-            slots=demand.sequences(seat.replica),
+            slots=demand.slots(seat.replica),
             variance=demand.variance(seat.replica),
             ends_ns=now_ns + demand.lasts_ns,
             prefill_tokens=tokens,
@@ -204,12 +204,14 @@ class ReplicaSelector(Tracked):
             for name in pool.sizes:
                 replica = self._replicas[name]
                 limit = limit_of(replica, self._spec.occupancy_limit)
-                if name in request.exclude or (demand.blocks(replica) > limit and pool.sizes[name] < pool.largest):
+                if not self._registry.can_use(request, name) or (
+                    demand.blocks(replica) > limit and pool.sizes[name] < pool.largest
+                ):
                     continue
                 start_ns = earliest(demand, replica, limit, now_ns)
                 if best is None or start_ns < best.start_ns:
                     blocks = min(demand.blocks(replica), limit)
-                    best = Hold(replica, start_ns, blocks, demand.sequences(replica))
+                    best = Hold(replica, start_ns, blocks, demand.slots(replica))
         return best or Hold(start_ns=UNKNOWN_NS)
 
     def _note(self, request: AdmitRequest, replica: Replica, hit_pages: int, num_pages: int) -> tuple[int, int]:
@@ -262,7 +264,7 @@ class ReplicaSelector(Tracked):
     ) -> _Seat | Short:
         best: _Seat | Short = Short.REPLICA
         for name, hit_pages, is_home in candidates:
-            if name not in pool.sizes or name in demand.request.exclude:
+            if name not in pool.sizes or not self._registry.can_use(demand.request, name):
                 continue
             replica = self._replicas[name]
             total, limit = replica.announcement.blocks_total, limit_of(replica, self._spec.occupancy_limit)
@@ -291,7 +293,7 @@ class ReplicaSelector(Tracked):
             found.append((home, 0, True))
         taken = len(found)
         for name in pool.index.least():
-            if name not in holders and name != home and name not in request.exclude:
+            if name not in holders and name != home and self._registry.can_use(request, name):
                 found.append((name, 0, False))
                 if len(found) - taken >= CANDIDATES:
                     break
@@ -338,8 +340,9 @@ class ReplicaSelector(Tracked):
         pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, ())
         best: tuple[int, int, Replica] | None = None
         is_staging_short = False
-        for name in (*holders, *islice(pool.index.least(), CANDIDATES)):
-            if name not in pool.index or name in request.exclude:
+        usable = (name for name in pool.index.least() if self._registry.can_use(request, name))
+        for name in dict.fromkeys((*holders, *islice(usable, CANDIDATES))):
+            if name not in pool.index or not self._registry.can_use(request, name):
                 continue
             replica = self._replicas[name]
             if num_bytes > self._staging_at(replica.announcement.node_id):

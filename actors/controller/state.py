@@ -26,6 +26,7 @@ from actors.controller.page_book import TagMismatch
 from actors.controller.queue import AdmissionQueue
 from actors.controller.registry import EPOCH_SHIFT, Registry, TicketRecord, epoch_of
 from actors.controller.selector import ReplicaSelector
+from actors.controller.stalls import Stalls
 from actors.messages import (
     CommandKind,
     FrontendCommand,
@@ -69,6 +70,7 @@ class ControllerState(Tracked):
         self._scheduled_ns = -SCHEDULE_EVERY_NS
         self.autoscaler = Autoscaler(spec, now_ns, fresh)
         self.frontends: TrackedDict[str, int] = TrackedDict()  # last heard
+        self.stalls = Stalls()
         self.counters: TrackedDict[str, float] = TrackedDict()
         self.mismatches: TrackedDeque[TagMismatch] = TrackedDeque(maxlen=MISMATCHES_KEPT)
         self._issued = 0
@@ -138,14 +140,23 @@ class ControllerState(Tracked):
     def _add(self, name: str, amount: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + amount
 
-    def _tell_lost(self, live: TicketRecord, role: Role, replica_id: ReplicaId, reason: str, now_ns: int) -> None:
+    def _tell_lost(
+        self, live: TicketRecord, role: Role, replica_id: ReplicaId, reason: str, now_ns: int, died: bool = False
+    ) -> None:
         if live.wanted_by:
             self._reply(live.wanted_by, Verdict.MISSING)
             live.wanted_by = 0
-        self._order(CommandKind.LOST, live, role, replica_id, reason, now_ns)
+        self._order(CommandKind.LOST, live, role, replica_id, reason, now_ns, died)
 
     def _order(
-        self, kind: CommandKind, live: TicketRecord, role: Role, replica_id: ReplicaId, reason: str, now_ns: int
+        self,
+        kind: CommandKind,
+        live: TicketRecord,
+        role: Role,
+        replica_id: ReplicaId,
+        reason: str,
+        now_ns: int,
+        died: bool = False,
     ) -> None:
         """Asks the ticket's frontend to take it elsewhere; said again by `_resend_orders` until it does."""
         ticket = live.ticket
@@ -156,6 +167,7 @@ class ControllerState(Tracked):
             role=role,
             replica_id=replica_id,
             reason=reason,
+            died=died,
         )
         self._order_sent_ns[ticket.ticket_id] = now_ns
         self._out.append(ToFrontend(ticket.frontend_id, live.lost))

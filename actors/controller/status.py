@@ -9,6 +9,7 @@ from actors.controller.machine import Machine
 from actors.controller.registry import Replica
 from actors.controller.ticket_state import LIVE
 from actors.messages import Role
+from cluster.metrics import ENGINE_LOSSES
 
 FAULTS_SHOWN = 10
 
@@ -104,6 +105,11 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
             "bytes_moved": sum(node.bytes_moved_before + node.status.bytes_moved for node in nodes),
             "tokens_moved": sum(node.tokens_moved_before + node.status.tokens_moved for node in nodes),
             "tokens_recomputed": int(machine.counters.get("recomputed_tokens", 0)),
+        },
+        "stalls_s": {name: round(machine.stalls.of(name, now_ns), 3) for name in sorted(machine.frontends)},
+        "engines_lost": {
+            str(role): {cause: int(machine.counters.get(f"engines_{cause}_{role}", 0)) for cause in ENGINE_LOSSES}
+            for role in Role
         },
         "frontends": {name: round((now_ns - heard) / SECOND, 3) for name, heard in sorted(machine.frontends.items())},
         "scaling": {

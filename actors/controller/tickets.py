@@ -234,6 +234,7 @@ class Tickets(Admission):
             self.registry.move(live, TicketEvent.DECODE_LOST, now_ns)
         live.opened, live.lost = False, None
         live.num_output_tokens = max(live.num_output_tokens, event.num_output_tokens)
+        alone = live.request.alone or (event.request is not None and event.request.alone)
         exclude = dict.fromkeys((*live.request.exclude, event.replica_id) if event.replica_id else live.request.exclude)
         live.request = msgspec.structs.replace(
             live.request,
@@ -241,7 +242,8 @@ class Tickets(Admission):
             num_output_tokens=live.num_output_tokens,
             # It will read no page that was there before: no replica is better for what it has cached.
             prefix_hashes=() if event.page_integrity else live.request.prefix_hashes,
-            disaggregate=live.request.disaggregate and live.ticket.attempt < ALONE_AFTER,
+            disaggregate=live.request.disaggregate and live.ticket.attempt < ALONE_AFTER and not alone,
+            alone=alone,
         )
         # The old attempt is void from here on, also while the ticket waits for its new place.
         live.ticket = msgspec.structs.replace(live.ticket, attempt=live.ticket.attempt + 1, epoch=self.epoch)

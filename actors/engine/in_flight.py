@@ -14,6 +14,10 @@ class ReplicaError(RuntimeError):
     """A replica could not do what a ticket asked of it; the frontend goes elsewhere."""
 
 
+class EngineDied(ReplicaError):
+    """The engine has ended or hangs, with this request in it."""
+
+
 class PrefillRefused(ReplicaError):
     """No staging room in time, or the engine gave the prompt up."""
 

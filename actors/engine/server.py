@@ -19,7 +19,7 @@ from typing import Any
 from actors.engine import engine_shm
 from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
 from actors.engine.engine_counters import EngineCounters
-from actors.engine.in_flight import InFlight, ReplicaError, Totals
+from actors.engine.in_flight import EngineDied, InFlight, ReplicaError, Totals
 from actors.engine.transfer_client import TransferClient
 from actors.engine.watch import EngineWatch, LifeFile, Progress
 from actors.messages import (
@@ -214,27 +214,29 @@ class EngineServer:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            await self._fail(f"the engine of {self.replica_id} is gone: {error}")
+            await self._fail(f"the engine of {self.replica_id} is gone: {error}", "died")
 
-    async def _fail(self, reason: str) -> None:
-        """For good: whoever waits for this replica hears of it now, and Serve makes another one."""
+    async def _fail(self, reason: str, lost: str) -> None:
+        """For good: whoever waits for this replica hears of it now, and Serve makes another one.
+
+        `lost`: see `ReplicaLeft`.
+        """
         if self._failure:
             return
         self._failure = reason
         logger.error("%s", reason)
         for live in self._live.values():
             if live.done is not None and not live.done.done():
-                live.done.set_exception(ReplicaError(reason))
+                live.done.set_exception(EngineDied(reason))
         for queue in self._streams.values():
             queue.put_nowait(None)
-        await self.say_goodbye()
+        await self.say_goodbye(lost)
 
-    async def say_goodbye(self) -> None:
+    async def say_goodbye(self, lost: str = "") -> None:
         """The controller gives no more tickets to this life of the replica. What it did not hear, silence tells it."""
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(
-                self.controller.call.remote(ReplicaLeft(self.replica_id, self.incarnation)), GOODBYE_S
-            )
+            goodbye = ReplicaLeft(self.replica_id, self.incarnation, f"has {lost or 'left'}", lost)
+            await asyncio.wait_for(self.controller.call.remote(goodbye), GOODBYE_S)
 
     def _on_outputs(self, outputs: Any) -> None:
         raise NotImplementedError
@@ -261,14 +263,14 @@ class EngineServer:
                 if self._failure:
                     return
                 if (error := pending.exception()) is not None:
-                    await self._fail(f"the engine of {self.replica_id} does not answer: {error}")
+                    await self._fail(f"the engine of {self.replica_id} does not answer: {error}", "died")
                     return
                 self._stats, pending = pending.result(), None
                 running = 0 if self._stats["paused"] else self._stats["running"]
                 watch.answered(Progress(asked_ns, self._engine.steps, running), now_ns)
                 self._take_integrity(self._stats)
             if reason := watch.verdict(asked_ns if pending else 0, self._life.oldest_ns(), now_ns):
-                await self._fail(f"{self.replica_id}: {reason}")
+                await self._fail(f"{self.replica_id}: {reason}", "hung")
             if self._failure:
                 return
             await self._beat()
@@ -325,7 +327,7 @@ class EngineServer:
             if reply.fenced:
                 # Its tickets are elsewhere by now.
                 await self._abort(list(self._live))
-                await self._fail(f"{self.replica_id} was silent for too long and has been fenced")
+                await self._fail(f"{self.replica_id} was silent for too long and has been fenced", "hung")
             if reply.cancel:
                 gone = dict(sorted(reply.cancel))  # the latest attempt of each ticket; a later one stays
                 dropped = {

@@ -155,6 +155,7 @@ class FerryCoreClient:
             prefix_hashes=eligibility.prefix_hashes(prompt, self.block_tokens, request.cache_salt),
             session=request.session_id or caller.session,
             tenant=caller.tenant,
+            patience_s=caller.patience_s,
             priority=-request.priority,  # vLLM's API: lower comes earlier
             tokenizer=self.tokenizer,
         )
@@ -212,11 +213,11 @@ class FerryCoreClient:
         elif order.attempt != group.ticket.attempt:
             return
         elif order.role is Role.PREFILL:
-            group.tell(PrefillLost(order.reason))
+            group.tell(PrefillLost(order.reason, order.died))
         else:
             for run in list(group.members.values()):
                 if order.kind == "lost" or run.movable:
-                    run.decode_lost(order.replica_id, order.reason)
+                    run.decode_lost(order.replica_id, order.reason, order.died)
 
     def _ended(self, run: RequestDriver, fault: RequestError | None) -> None:
         self.runs.pop(run.request_id, None)

@@ -25,7 +25,7 @@ class Receiver(Protocol):
         """The output as vLLM's output processor should see it; None swallows it."""
         ...
 
-    def decode_lost(self, replica_id: ReplicaId, reason: str) -> None: ...
+    def decode_lost(self, replica_id: ReplicaId, reason: str, died: bool = False) -> None: ...
 
 
 class DecodeStream:
@@ -81,7 +81,7 @@ class DecodeStream:
             self._pump_task.cancel()
 
     async def _pump(self) -> None:
-        reason = "its output stream ended"
+        reason, died = "its output stream ended", True
         try:
             async for frames in self._stream:
                 if not self._open.done():
@@ -89,7 +89,7 @@ class DecodeStream:
                 if frames:
                     self.deliver(frames)
         except asyncio.CancelledError:
-            reason = self._reason or "the link was closed"
+            reason, died = self._reason or "the link was closed", False
         except ReplicaGone as error:
             reason = str(error)
         except Exception as error:
@@ -97,13 +97,14 @@ class DecodeStream:
             reason = f"its output stream failed with {type(error).__name__}"
         finally:
             self.closed = True
+            died = died and self._open.done()  # a replica that never took the stream had no request of ours
             if not self._open.done():
                 self._open.set_exception(ReplicaGone(self.replica_id, reason))
                 self._open.exception()  # there may be nobody waiting
             self._on_closed(self)
             receivers, self._receivers = list(self._receivers.values()), {}
             for receiver in receivers:
-                receiver.decode_lost(self.replica_id, reason)
+                receiver.decode_lost(self.replica_id, reason, died)
             if (close := getattr(self._stream, "aclose", None)) is not None:
                 await close()
 

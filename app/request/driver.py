@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from actors.engine.in_flight import EngineDied
 from actors.messages import (
     PAGE_INTEGRITY,
     AdmitRequest,
@@ -120,10 +121,10 @@ class RequestDriver:
         if ticket is not None and ticket.attempt <= attempt:
             self.decode_lost(ticket.decode, "the request goes on elsewhere")
 
-    def decode_lost(self, replica_id: ReplicaId, reason: str) -> None:
+    def decode_lost(self, replica_id: ReplicaId, reason: str, died: bool = False) -> None:
         if self._stream is not None and self._stream.replica_id == replica_id:
             self._unregister()  # a token that leaves after it was counted here would be computed twice
-        self.tell(state.DecodeLost(replica_id, reason, len(self.tokens)))
+        self.tell(state.DecodeLost(replica_id, reason, len(self.tokens), died))
 
     def accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """Called by the stream for every output of the current submission."""
@@ -248,6 +249,8 @@ class RequestDriver:
     async def _lost(self, report: state.ReportLost) -> state.Event:
         self._unregister()
         self._drop_hand_over()
+        if report.alone:
+            logger.warning("request %s was in engines that ended; it runs alone from now on", self.request_id)
         if not self.group.mismatched(report.ticket.attempt):
             self.record.lost(report.role, report.replica_id, report.reason)
         try:
@@ -291,10 +294,10 @@ class RequestDriver:
         except TimeoutError:
             return state.PrefillLost(f"no answer within transfer.hand_over_s {ticket.deadline_s:g}")
         except ReplicaGone as error:
-            return state.PrefillLost(str(error))
+            return state.PrefillLost(str(error), error.died)
         except Exception as error:
             logger.warning("prefill %s failed request %s: %r", ticket.prefill, self.request_id, error)
-            return state.PrefillLost(f"it failed with {type(error).__name__}")
+            return state.PrefillLost(f"it failed with {type(error).__name__}", isinstance(error, EngineDied))
         if not self.tokens:
             self.emitted.cached_tokens = done.num_cached_tokens
         self.record.phase("prefill", self._time() - started)
@@ -353,7 +356,9 @@ class RequestDriver:
         except (ReplicaGone, TimeoutError) as error:
             if call is not None:
                 call.cancel()
-            return state.DecodeLost(replica, str(error) or f"no answer within {CONTROL_S:g} s", len(self.tokens))
+            reason = str(error) or f"no answer within {CONTROL_S:g} s"
+            died = call is not None and isinstance(error, ReplicaGone) and error.died
+            return state.DecodeLost(replica, reason, len(self.tokens), died)
         except Exception as error:
             logger.warning("decode %s refused request %s: %r", replica, self.request_id, error)
             return state.DecodeLost(replica, f"it refused with {type(error).__name__}", len(self.tokens))

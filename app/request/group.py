@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from actors.messages import AdmitRequest, Claim, Ended, Outcome, Overloaded, ReplicaLost, Ticket
 from app.request.state import Admitted, Event, Refused, ReportLost, RequestError
 from app.rpc.ports import ControllerGone, ControllerPort
@@ -42,7 +44,7 @@ class Member(Protocol):
         """A sibling has got the ticket's next attempt: this one and those before it are void."""
         ...
 
-    def decode_lost(self, replica_id: str, reason: str) -> None: ...
+    def decode_lost(self, replica_id: str, reason: str, died: bool = False) -> None: ...
 
 
 class SequenceGroup:
@@ -123,6 +125,8 @@ class SequenceGroup:
         """Asks for another ticket; siblings that lost the same attempt share the answer."""
         assert self.request is not None
         attempt = report.ticket.attempt
+        if report.alone:
+            self.request = msgspec.structs.replace(self.request, alone=True)
         if attempt not in self._answers:
             lost = ReplicaLost(
                 ticket_id=report.ticket.ticket_id,

@@ -13,8 +13,11 @@ from enum import StrEnum
 
 from actors.messages import HandOver, Outcome, Overloaded, ReplicaId, Role, Ticket, Verdict
 
-PAGE_INTEGRITY_ERROR = "page_integrity_error"  # the `type` of the error that a client gets
-MAX_LOSSES = 6  # replicas one request may see die before it fails: more means that the request itself kills them
+# The `type` of the error that a client gets.
+PAGE_INTEGRITY_ERROR = "page_integrity_error"
+ENGINE_DEATH_ERROR = "engine_death_error"
+MAX_LOSSES = 6  # replicas one request may lose, for whatever reason, before it fails
+SHARED_DEATHS_MAX = 2  # engines that may die with a request in them; then it runs where no other request is
 
 
 class Phase(StrEnum):
@@ -59,7 +62,10 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLost:
+    """`died`: the engine has ended with this request in it."""
+
     reason: str
+    died: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +92,12 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLost:
+    """`died`: the engine has ended, with this request in it if it had been submitted."""
+
     replica_id: ReplicaId
     reason: str
     num_output_tokens: int
+    died: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +194,7 @@ class ReportLost:
     reason: str
     num_output_tokens: int
     page_integrity: bool = False  # the replica is not lost, it has ended the request for a `PageMismatch`
+    alone: bool = False  # the next replica must have no other request: this one may be what ends engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +237,14 @@ class RequestState:
     ticket: Ticket | None = None
     lost: Role | None = None
     losses: int = 0
+    deaths: int = 0  # of engines that had this request
     mismatch: PageMismatch | None = None  # why it is in RELOCATE, when no replica was lost
     submitted: bool = False  # decode may know this request: it must be told when it ends early
+
+    @property
+    def alone(self) -> bool:
+        """It may be what ends engines: it gets no place beside other requests."""
+        return self.deaths >= SHARED_DEATHS_MAX
 
 
 Step = tuple[RequestState, Action | None]
@@ -286,7 +302,7 @@ def _on_refused(state: RequestState, event: Refused) -> Step:
     )
 
 
-def _alone(state: RequestState, event: Event | None = None) -> Step:
+def _decode_only(state: RequestState, event: Event | None = None) -> Step:
     assert state.ticket is not None
     return replace(state, phase=Phase.SUBMIT, lost=None, submitted=True), Submit(state.ticket, None)
 
@@ -299,15 +315,16 @@ def _on_prefilled(state: RequestState, event: Prefilled) -> Step:
 def _on_no_hand_over(state: RequestState, event: NoHandOver) -> Step:
     if event.verdict is Verdict.MISSING:
         return _on_prefill_lost(state, PrefillLost("the seal of its pages did not come"))
-    return _alone(state)
+    return _decode_only(state)
 
 
 def _on_prefill_lost(state: RequestState, event: PrefillLost) -> Step:
     assert state.ticket is not None and state.ticket.prefill is not None
     if state.losses >= MAX_LOSSES:
-        return _alone(state)
-    lost = replace(state, phase=Phase.RELOCATE, lost=Role.PREFILL, losses=state.losses + 1)
-    return lost, ReportLost(state.ticket, Role.PREFILL, state.ticket.prefill, event.reason, 0)
+        return _decode_only(state)
+    deaths = state.deaths + event.died
+    lost = replace(state, phase=Phase.RELOCATE, lost=Role.PREFILL, losses=state.losses + 1, deaths=deaths)
+    return lost, ReportLost(state.ticket, Role.PREFILL, state.ticket.prefill, event.reason, 0, alone=lost.alone)
 
 
 def _on_handed_over(state: RequestState, event: HandedOver) -> Step:
@@ -328,12 +345,27 @@ def _on_decode_lost(state: RequestState, event: DecodeLost) -> Step:
             "random sampling with penalties or a grammar and no seed cannot be continued exactly; send it again"
         )
         return _end(state, Outcome.FAILED, RequestError(503, message))
+    died = event.died and state.submitted
+    if died and state.alone:
+        message = (
+            f"{state.deaths + 1} engines ended while they had this request, the last one while it had no other; it is "
+            "not tried again. What ended them is in the service's log"
+        )
+        return _end(state, Outcome.FAILED, RequestError(500, message, kind=ENGINE_DEATH_ERROR))
     if state.losses >= MAX_LOSSES:
         message = f"this request has lost {state.losses} replicas, the last one: {event.reason}"
         return _end(state, Outcome.FAILED, RequestError(503, message))
-    lost = replace(state, phase=Phase.RELOCATE, lost=Role.DECODE, losses=state.losses + 1, submitted=False)
-    report = ReportLost(state.ticket, Role.DECODE, event.replica_id, event.reason, event.num_output_tokens)
-    return lost, report
+    lost = replace(
+        state,
+        phase=Phase.RELOCATE,
+        lost=Role.DECODE,
+        losses=state.losses + 1,
+        deaths=state.deaths + died,
+        submitted=False,
+    )
+    return lost, ReportLost(
+        state.ticket, Role.DECODE, event.replica_id, event.reason, event.num_output_tokens, alone=lost.alone
+    )
 
 
 def _on_page_mismatch(state: RequestState, event: PageMismatch) -> Step:
@@ -348,7 +380,9 @@ def _on_page_mismatch(state: RequestState, event: PageMismatch) -> Step:
         return _mixed_up(state, event, f"; {why}")
     moved = replace(state, phase=Phase.RELOCATE, lost=Role.DECODE, mismatch=event, submitted=False)
     reason = "a page was not the request's own"
-    return moved, ReportLost(state.ticket, Role.DECODE, event.replica_id, reason, event.num_output_tokens, True)
+    return moved, ReportLost(
+        state.ticket, Role.DECODE, event.replica_id, reason, event.num_output_tokens, True, state.alone
+    )
 
 
 def _mixed_up(state: RequestState, event: PageMismatch, more: str = "") -> Step:
@@ -375,7 +409,7 @@ _TABLE: dict[tuple[Phase, type], Callable[..., Step]] = {
     (P.HAND_OVER, HandedOver): _on_handed_over,
     (P.HAND_OVER, NoHandOver): _on_no_hand_over,
     (P.HAND_OVER, PrefillLost): _on_prefill_lost,
-    (P.FOLLOW, LeaderArrived): _alone,
+    (P.FOLLOW, LeaderArrived): _decode_only,
     (P.SUBMIT, Submitted): _on_submitted,
     (P.SUBMIT, PageMismatch): _on_page_mismatch,
     (P.STREAM, PageMismatch): _on_page_mismatch,

@@ -6,6 +6,7 @@ No call is without a time-out, no exception ends a loop, and a loop that has end
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
@@ -53,14 +54,30 @@ class Tickets(Protocol):
 
 
 class ControllerLoops:
-    """`hung_s`: a controller that does not answer for so long is started again."""
+    """`hung_s`: a controller that does not answer for so long is started again.
 
-    def __init__(self, controller: Controller, tickets: Tickets, configuration: Configure, hung_s: float) -> None:
+    `reachable`: the replicas that calls from here find; None: not known. `stall_s`: the longest that this process's
+    event loop has stood still since it was asked before.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        tickets: Tickets,
+        configuration: Configure,
+        hung_s: float,
+        reachable: Callable[[], Iterable[ReplicaId] | None] = lambda: None,
+        stall_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._controller = controller
         self._tickets = tickets
         self._configuration = configuration
         self._stamp = 0  # of the last heartbeat's reply: says what we knew when we sent the next one
         self._hung_s = hung_s
+        self._reachable = reachable
+        self._stall_s = stall_s
+        self._longest_s = 0.0  # stall that the controller has not heard of
+        self._news = asyncio.Event()  # for the heartbeat: it does not wait for its time
         self._epoch = 0  # of the controller that has our configuration
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turns: dict[str, float] = {}  # when each loop last came round, on the event loop's clock
@@ -86,6 +103,10 @@ class ControllerLoops:
                 return f"the {name} loop has not come round for {now - self._turns[name]:.0f} s"
         return ""
 
+    def replicas_changed(self) -> None:
+        """What is reachable has changed: the controller hears of it now."""
+        self._news.set()
+
     def replicas_left(self, replicas: Iterable[ReplicaId]) -> None:
         """Serve has taken these out of a deployment: no new tickets for them."""
         task = asyncio.ensure_future(self._say_leaving(tuple(replicas)))
@@ -94,7 +115,7 @@ class ControllerLoops:
 
     async def _run(self, name: str, turn: Callable[[], Awaitable[None]], pause_s: float) -> None:
         while True:
-            await asyncio.sleep(pause_s)
+            await self._pause(name, pause_s)
             self._turns[name] = asyncio.get_running_loop().time()
             try:
                 await turn()
@@ -102,13 +123,24 @@ class ControllerLoops:
                 logger.warning("controller, %s: %s: %s", name, type(error).__name__, error)
                 await asyncio.sleep(HEARTBEAT_EVERY_S)
 
+    async def _pause(self, name: str, pause_s: float) -> None:
+        if name != "heartbeat":
+            await asyncio.sleep(pause_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), pause_s)
+        self._news.clear()
+
     async def _heartbeat(self) -> None:
         """Says which tickets live here; a controller that has come back asks for all that is known of them."""
         try:
             async with asyncio.timeout(self._hung_s):
-                heartbeat = FrontendHeartbeat(self._tickets.frontend_id, self._tickets.live_tickets(), self._stamp)
+                found, live = self._reachable(), self._tickets.live_tickets()
+                reachable = None if found is None else tuple(found)
+                self._longest_s = max(self._longest_s, self._stall_s())
+                heartbeat = FrontendHeartbeat(self._tickets.frontend_id, live, self._stamp, reachable, self._longest_s)
                 reply = await self._controller.call(heartbeat, PATIENCE_S)
-                self._stamp = reply.stamp
+                self._stamp, self._longest_s = reply.stamp, 0.0
                 if reply.epoch != self._epoch:
                     await self._controller.call(self._configuration, PATIENCE_S)
                     self._epoch = reply.epoch

@@ -12,11 +12,12 @@ from actors.messages import HandOver, PrefillDone, ReplicaId, Request, T, Ticket
 
 
 class ReplicaGone(Exception):
-    """The replica named by a ticket is not there any more, or died during the call."""
+    """The replica named by a ticket is not there any more, or died during the call (`died`)."""
 
-    def __init__(self, replica_id: ReplicaId, why: str) -> None:
+    def __init__(self, replica_id: ReplicaId, why: str, died: bool = False) -> None:
         super().__init__(f"replica {replica_id} is gone: {why}")
         self.replica_id = replica_id
+        self.died = died
 
 
 class ControllerGone(Exception):

@@ -127,7 +127,7 @@ class RemoteController:
 def _gone(replica_id: ReplicaId, error: RayActorError) -> ReplicaGone:
     """In words that a client may read: Ray's own have addresses and process ids."""
     logger.warning("replica %s: %s", replica_id, error)
-    return ReplicaGone(replica_id, "its process has died or cannot be reached")
+    return ReplicaGone(replica_id, "its process has died or cannot be reached", died=True)
 
 
 class _Pool:

@@ -93,7 +93,7 @@ class ClusterSim:
         process.die()
         event: ReplicaLeft | FrontendGone | None = None
         if isinstance(process, ReplicaSim):
-            event = ReplicaLeft(process.name, process.life, "has died")
+            event = ReplicaLeft(process.name, process.life, "has died", "died")
         elif isinstance(process, FrontendSim):
             event = FrontendGone(process.name)
             for replica in self.pool(Role.DECODE):

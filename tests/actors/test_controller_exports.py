@@ -58,6 +58,7 @@ def status(moved: int = 0, checks: float = 0.0, held: int = 3, incarnation: int 
 
     return {
         "tickets": {"by_state": {"decoding": 2}, "ended": {"done": 5}},
+        "engines_lost": {"decode": {"hung": 1}},
         "queue": {"waiting": 1},
         "ferry": {"bytes_moved": moved, "tokens_moved": 10, "tokens_recomputed": 0},
         "counters": {"pages_ok": 4, "pages_mismatch": 1, "admitted": 9, "tag_mismatch_events": 2},

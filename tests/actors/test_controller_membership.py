@@ -6,16 +6,18 @@ import pytest
 from controller_driver import LAYOUT, SECOND, ControllerDriver, spec_of
 
 from actors.controller.events import IncompatibleReplica, Tick
-from actors.controller.status import audit
+from actors.controller.status import audit, status
 from actors.engine.integrity.ledger import COUNTER_BITS, tag_epoch
 from actors.messages import (
     Fingerprint,
+    FrontendHeartbeat,
     HeartbeatReply,
     Outcome,
     Overloaded,
     PageDelta,
     ReplicaEvent,
     ReplicaEventKind,
+    ReplicaLeft,
     Role,
 )
 
@@ -179,6 +181,28 @@ def test_leaving_with_work_left_sends_it_elsewhere() -> None:
     call = rig.lost(ticket, Role.DECODE)
     rig.decode("e")
     assert rig.answer(call).decode == "e"
+
+
+@pytest.mark.parametrize("how", ["died", "hung", "silent", "in order"])
+def test_an_engine_that_ends_out_of_order_is_counted_once_by_its_cause(how: str) -> None:
+    rig = ControllerDriver()
+    rig.decode("d")
+    if how == "silent":
+        rig.wait(6)
+    for lost in [*{"in order": [""], "silent": []}.get(how, [how]), "died"]:  # the platform ends what has hung
+        rig.step(ReplicaLeft("d", 1, "", lost))
+    counted = status(rig.machine, rig.now)["engines_lost"]
+    assert counted["decode"] == {cause: int(cause == how) for cause in ("died", "hung", "silent")}
+    assert not any(counted["prefill"].values())
+
+
+def test_the_longest_stall_of_a_frontends_event_loop_is_shown_for_ten_seconds() -> None:
+    rig = ControllerDriver()
+    for stall_s in (0.4, 0.1):
+        rig.call(FrontendHeartbeat("f", stall_s=stall_s))
+    assert status(rig.machine, rig.now)["stalls_s"] == {"f": 0.4}
+    rig.wait(11)
+    assert status(rig.machine, rig.now)["stalls_s"] == {"f": 0.0}
 
 
 def test_a_dead_frontend_is_cancelled_everywhere() -> None:

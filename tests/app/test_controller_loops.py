@@ -34,6 +34,7 @@ class Cluster:
         self.fails: set[str] = set()
         self.calls: list[str] = []
         self.obeyed: list[int] = []
+        self.reachable: list[tuple[str, ...] | None] = []  # as each heartbeat said it
         self.given: asyncio.Queue[list[FrontendCommand]] = asyncio.Queue()
         self.known = True
 
@@ -45,6 +46,8 @@ class Cluster:
             raise RuntimeError(name)
 
     async def call(self, message: Any, patience_s: float = 15.0) -> Any:
+        if isinstance(message, FrontendHeartbeat):
+            self.reachable.append(message.reachable)
         await self._call(NAMES[type(message)])  # type: ignore[index]
         return FrontendReply(epoch=1, known=self.known) if isinstance(message, FrontendHeartbeat) else None
 
@@ -122,6 +125,23 @@ async def test_no_exception_ends_a_loop(cluster: Cluster, loops: ControllerLoops
     loops.start()
     await called(cluster, call, 3)
     assert loops.standing_still() == ""
+
+
+async def test_what_is_reachable_is_said_as_soon_as_it_changes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_loops, "HEARTBEAT_EVERY_S", 30.0)
+    known = ["d1"]
+    loops = ControllerLoops(cluster, Tickets(cluster), CONFIGURATION, 5.0, lambda: known)
+    loops.start()
+    try:
+        for name in ("d2", "d3"):
+            known.append(name)
+            loops.replicas_changed()
+            await called(cluster, "heartbeat", 1)
+        assert cluster.reachable == [("d1", "d2"), ("d1", "d2", "d3")]
+    finally:
+        loops.stop()
 
 
 async def test_an_order_that_fails_leaves_the_others_alone(cluster: Cluster, loops: ControllerLoops) -> None:

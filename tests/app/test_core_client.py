@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, request, tokens_of, until
+from fake_cluster import Decode, FakeCluster, request, tokens_of, until
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import FinishReason
 
@@ -309,6 +309,26 @@ async def test_a_lost_decode_is_resumed_from_the_tokens_so_far() -> None:
     assert outputs.outputs[0].prefill_stats is None, "usage is counted once"
     await settled(client, far, {"r~2"})
     assert far.ends == [(1, Outcome.DONE, 3)]
+
+
+async def test_a_request_that_two_engines_died_with_asks_for_a_replica_to_itself() -> None:
+    far = FakeCluster()
+    far.use_prefill = False
+    far.decodes |= {"d3": Decode()}
+    far.lost_answers = [far.ticket(1, 2, decode="d2"), far.ticket(1, 3, decode="d3")]
+    client = far.client()
+    await client.add_request_async(request())
+    for number, name in enumerate(("d1", "d2", "d3"), 1):
+        engine_id = "r" if number == 1 else f"r~{number}"
+        await until(lambda name=name, engine_id=engine_id: engine_id in far.decodes[name].submitted)
+        far.decodes[name].emit(engine_id, number)
+        await tokens_of(client, "r", 1)
+        far.decodes[name].die()
+    faults: list[RequestError] = []
+    client.on_fault = lambda request_id, fault: faults.append(fault)
+    await settled(client, far)
+    assert far.alone == [False, True]
+    assert [(fault.status, fault.kind) for fault in faults] == [(500, "engine_death_error")]
 
 
 async def test_late_tokens_of_a_replica_that_was_given_up_are_dropped() -> None:

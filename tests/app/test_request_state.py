@@ -245,6 +245,29 @@ def test_a_request_that_kills_replicas_is_stopped() -> None:
     assert isinstance(actions[-1], End) and actions[-1].outcome is Outcome.FAILED
 
 
+def test_a_request_that_two_engines_died_with_runs_alone_and_a_third_death_ends_it() -> None:
+    events: list[state.Event] = [Admitted(ticket(decode="d0")), PrefillLost("died", died=True)]
+    events += [Admitted(ticket(2, prefill=None, decode="d0")), DecodeLost("d0", "died", 0, died=True)]
+    _, actions = tell(*events)
+    reports = [action.alone for action in actions if isinstance(action, ReportLost)]
+    assert reports == [False, True]
+    events += [Admitted(ticket(3, prefill=None, decode="d1")), Submitted()]
+    _, actions = tell(*events, DecodeLost("d1", "no answer", 3))
+    assert isinstance(actions[-1], ReportLost) and actions[-1].alone, "not a death, so it may go on, alone as before"
+    _, actions = tell(*events, DecodeLost("d1", "killed", 3, died=True))
+    end = actions[-1]
+    assert isinstance(end, End) and end.fault is not None
+    assert (end.fault.status, end.fault.kind) == (500, state.ENGINE_DEATH_ERROR) and "3 engines" in end.fault.message
+
+
+def test_a_death_of_an_engine_that_never_had_the_request_is_not_held_against_it() -> None:
+    events: list[state.Event] = []
+    for number in range(4):  # it dies while prefill has the prompt
+        events += [Admitted(ticket(number + 1, decode=f"d{number}")), DecodeLost(f"d{number}", "killed", 0, died=True)]
+    now, actions = tell(*events)
+    assert now.deaths == 0 and not any(action.alone for action in actions if isinstance(action, ReportLost))
+
+
 def test_a_sibling_follows_the_carrier() -> None:
     _, actions = tell(Admitted(ticket(), leader=False), LeaderArrived(), Submitted())
     assert [type(action) for action in actions] == [Admit, WaitForLeader, Submit, Stream]

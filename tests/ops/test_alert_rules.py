@@ -131,6 +131,16 @@ CASES = [
         },
     ),
     Case(
+        "PageferryEngineHung",
+        {"pool": "decode", "cause": "hung"},
+        "2m",
+        "8m",
+        {
+            'engines_lost_total{pool="decode", cause="hung"}': "0x12 1x120",
+            'engines_lost_total{pool="decode", cause="died"}': "0x12 1x120",
+        },
+    ),
+    Case(
         "PageferryReplicasLost",
         {"role": "decode"},
         "3m",

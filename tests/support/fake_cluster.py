@@ -101,6 +101,7 @@ class FakeCluster:
         self.lost_answers: list[Ticket | Overloaded] = []
         self.admits: list[AdmitRequest] = []
         self.losses: list[tuple[Role, str, str, int]] = []
+        self.alone: list[bool] = []  # of each loss: whether the next place must be an empty replica
         self.ends: list[tuple[int, Outcome, int]] = []
         self.withdrawn = 0
         self.mismatches = 0  # losses that were none: a page was not the request's own
@@ -153,6 +154,7 @@ class FakeCluster:
 
     async def lost(self, loss: ReplicaLost) -> Ticket | Overloaded:
         self.mismatches += loss.page_integrity
+        self.alone.append(loss.request is not None and loss.request.alone)
         self.losses.append((loss.role, loss.replica_id, loss.reason, loss.num_output_tokens))
         return self.lost_answers.pop(0)
 
