@@ -38,6 +38,7 @@ class Result:
     findings: checks.Findings
     leaked: list[str] = field(default_factory=list)
     ended: dict[str, int] = field(default_factory=dict)  # tickets by outcome, as the controller counted them
+    more: dict[str, Any] = field(default_factory=dict)  # of this kind of run alone
 
     @property
     def good(self) -> bool:

@@ -3,6 +3,7 @@
 pageferry chaos processes --runs 30 --seed 1
 pageferry chaos processes --runs 8 --kinds decode-kill decode-hang --append runs.jsonl --minutes 5
 pageferry chaos processes --scale-downs 5 --hang-ups 4
+pageferry chaos processes --storms 3 --poisons 1
 pageferry chaos processes pools.decode.replicas=1 frontend.replicas=1 --rolling config model
 pageferry chaos processes --table runs.jsonl
 """
@@ -22,10 +23,10 @@ from typing import Any
 from app.commands.serve import Service
 from cluster.json_output import print_json
 from cluster.spec import ClusterSpec, parse_overrides
-from ops.chaos.processes import leaving, report, scaling
+from ops.chaos.processes import leaving, poison, report, scaling, storm
 from ops.chaos.processes.campaign import Campaign, Result
 from ops.chaos.processes.kinds import KINDS
-from ops.chaos.processes.load import open_session
+from ops.chaos.processes.load import REQUEST_TIMEOUT_S, open_session
 
 TOPOLOGY = Path(__file__).with_name("topology.yaml")
 
@@ -38,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--runs", type=int, default=0, help="runs that hurt something")
     make.add_argument("--scale-downs", type=int, default=0, help="runs in which the decode pool loses a replica")
     make.add_argument("--hang-ups", type=int, default=0, help="runs in which clients leave; every other one queued")
+    make.add_argument("--storms", type=int, default=0, help="runs of a minute in which everything happens at once")
+    make.add_argument("--poisons", type=int, default=0, help="runs with a request that ends each engine it is in")
     make.add_argument(
         "--rolling", nargs="*", choices=("config", "model"), default=[], help="runs that replace every replica"
     )
@@ -91,7 +94,7 @@ async def _all(service: Service, args: argparse.Namespace, until: float) -> list
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    async with open_session() as session:
+    async with open_session(storm.ANSWER_S if args.storms or args.poisons else REQUEST_TIMEOUT_S) as session:
         campaign = Campaign(service, session, say)
         async for result in campaign.runs(args.kinds, args.runs, args.seed, until):
             note(result)
@@ -101,6 +104,10 @@ async def _all(service: Service, args: argparse.Namespace, until: float) -> list
         for number in range(args.scale_downs):
             if time.monotonic() < until:
                 note(await scaling.scale_down(campaign, args.seed + number))
+        for run, count in ((storm.storm, args.storms), (poison.poison, args.poisons)):
+            for number in range(count):
+                if time.monotonic() < until:
+                    note(await run(campaign, args.seed + number))
         for what in args.rolling:
             if time.monotonic() < until:
                 note(await scaling.rolling_update(campaign, args.seed, what))

@@ -49,7 +49,8 @@ async def ask_and_leave(
     try:
         return await asyncio.wait_for(ask(session, url, form, body), after_s)
     except TimeoutError:
-        return Answer(form, ended="left")
+        now = time.monotonic()
+        return Answer(form, ended="left", start_s=now - after_s, end_s=now)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, form: Form, body: dict[str, Any]) -> Answer:
@@ -65,7 +66,7 @@ async def ask(session: aiohttp.ClientSession, url: str, form: Form, body: dict[s
             else:
                 _take_whole(answer, json.loads(await response.text()))
     except TimeoutError:
-        answer.ended, answer.error = "hung", f"nothing more within {REQUEST_TIMEOUT_S:g} s"
+        answer.ended, answer.error = "hung", f"nothing more within {session.timeout.total:g} s"
     except (aiohttp.ClientError, ConnectionError) as error:
         answer.ended, answer.error = "broken", f"{type(error).__name__}: {error}"
     answer.end_s = time.monotonic()
@@ -128,9 +129,9 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
                 yield line[5:].strip().decode()
 
 
-def open_session() -> aiohttp.ClientSession:
+def open_session(timeout_s: float = REQUEST_TIMEOUT_S) -> aiohttp.ClientSession:
     """A connection a request: what a frontend's death breaks must be its own requests and no idle connection."""
-    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
     return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
 

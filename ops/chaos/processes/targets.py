@@ -38,10 +38,20 @@ def find(target: Target, status: dict[str, Any], mark: str, rng: random.Random) 
         return replica_pid, name
     if target in (Target.PREFILL_WORKER, Target.DECODE_WORKER):
         return worker_pid, name
+    return _core(worker_pid, replica_pid), name
+
+
+def core_of(status: dict[str, Any], replica_id: str) -> int:
+    """The process id of a decode replica's engine core."""
+    (engine,) = (r["engine"] for r in status["pools"]["decode"]["replicas"] if r["replica_id"] == replica_id)
+    return _core(int(engine["worker_pid"]), int(engine["replica_pid"]))
+
+
+def _core(worker_pid: int, replica_pid: int) -> int:
     core = worker_pid  # with the executor `uni` the engine core is the worker
     while (parent := _parent(core)) not in (replica_pid, 0, 1):
         core = parent
-    return core, name
+    return core
 
 
 def ready_replicas(status: dict[str, Any], pool: str) -> list[dict[str, Any]]:
