@@ -34,6 +34,7 @@ from actors.messages import (
     ReplicaEvent,
     ReplicaEventKind,
     ReplicaHeartbeat,
+    ReplicaId,
     ReplicaLeaving,
     ReplicaLeft,
     ReplicaStarting,
@@ -295,7 +296,7 @@ class Membership(Recovery):
 
     def _note_reachable(self, event: FrontendHeartbeat) -> bool:
         """True: what its requests may use has changed. A replica joins before Serve tells the frontends of it."""
-        before = self.registry.reachable.pop(event.frontend_id, None)
+        before: frozenset[ReplicaId] | None = self.registry.reachable.pop(event.frontend_id, None)
         now = None if event.reachable is None else frozenset(event.reachable)
         if now is not None:
             self.registry.reachable[event.frontend_id] = now

@@ -20,6 +20,7 @@ from vllm.v1.engine import FinishReason
 
 from actors.messages import CommandKind, FrontendCommand, Outcome, Overloaded, Role, Verdict
 from app.api.errors import RequestErrorResponse
+from app.request import context
 from app.request.core_client import FerryCoreClient
 from app.request.group import SequenceGroup
 from app.request.state import RequestError
@@ -170,6 +171,19 @@ async def test_a_prefill_whose_seal_does_not_come_is_run_again_after_its_token()
     assert await tokens_of(client, "r", 1) == [7]
     await settled(client, far, {"r"})
     assert far.ends == [(1, Outcome.DONE, 3)]
+
+
+async def test_the_controller_hears_how_long_the_client_waits() -> None:
+    far = FakeCluster()
+    client = far.client()
+    token = context.CALLER.set(context.Caller(patience_s=2.5))
+    try:
+        await client.add_request_async(request())
+    finally:
+        context.CALLER.reset(token)
+    await cancel(client, "r")
+    await settled(client, far)
+    assert far.admits[0].patience_s == 2.5
 
 
 async def test_no_room_raises_429_before_anything_is_sent() -> None:

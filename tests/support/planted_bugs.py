@@ -123,7 +123,7 @@ BUGS = (
         "if live is None or live.ticket.attempt != seal.attempt or live.state not in HOLDS_LEASE:",
         "if live is None or live.state not in HOLDS_LEASE:",
         "delay, drop, crash_prefill, crash_decode, break_link",
-        20,
+        27,
     ),
     Bug(
         "a new controller takes the tickets of the one before for dead",
