@@ -34,12 +34,9 @@ class TransferMachine:
         self.lease_ns = lease_ns
         self.staging = Staging(staging_bytes_max)
         self.seals = SealCollector()
-        self.bytes_moved = 0
-        self.tokens_moved = 0
+        self.bytes_moved = self.tokens_moved = 0
         self.late_reports = 0  # of engines that were not reading these bytes
-        self.queue = LeaseQueue()
-        self.engines = Engines()
-        self.fetches = Fetches()
+        self.queue, self.engines, self.fetches = LeaseQueue(), Engines(), Fetches()
         self.copies: dict[int, Key] = {}  # to other nodes, by call
         self.outbox = Outbox()
         self.opening = OpenedParts()
@@ -95,9 +92,13 @@ class TransferMachine:
     # -- leases
 
     def _lease_asked(self, event: ev.LeaseAsked, now_ns: int) -> None:
-        key, region = event.key, self.staging.get(event.key)
+        key, region, waiting = event.key, self.staging.get(event.key), self.queue.get(event.key)
         if key in self.ended or self.engines.any_gone(event.engines):
             self._answer(event.call_id, None)
+        elif (region is not None and region.is_copy) or (waiting is not None and waiting.is_fetch):
+            self._effects.append(
+                ev.Refuse(event.call_id, f"ticket {key[0]} attempt {key[1]} is sealed on another node")
+            )
         elif region is not None and region.num_bytes == event.num_bytes:
             self._answer(event.call_id, self._lease(region))  # Ray repeats a call whose answer got lost
         elif region is not None:
@@ -106,7 +107,6 @@ class TransferMachine:
         elif problem := self._never(event.key, event.num_bytes):
             self._effects.append(ev.Refuse(event.call_id, problem))
         else:
-            waiting = self.queue.get(key)
             if waiting is None:
                 waiting = Waiting(key, event.num_bytes, event.engines, keep_ns=event.keep_ns or self.lease_ns)
                 self.queue.join(waiting)
@@ -122,6 +122,7 @@ class TransferMachine:
         return ""
 
     def _granted(self, waiting: Waiting, region: Region) -> None:
+        region.is_copy = waiting.is_fetch
         for engine in waiting.engines:
             self.staging.open_writer(waiting.key, engine)
         for call in waiting.calls:

@@ -31,6 +31,7 @@ class Region:
     writers: set[str] = field(default_factory=set)  # engines that may still write here
     readers: set[str] = field(default_factory=set)  # engines that may still read here
     released: bool = False
+    is_copy: bool = False  # of bytes that lie on another node
 
     @property
     def size(self) -> int:

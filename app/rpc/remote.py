@@ -33,6 +33,7 @@ logger = logging.getLogger("pageferry.frontend")
 APPEAR_S = 10.0  # how long a call waits for a replica that Serve has not announced to this process yet
 ASK_S = 60.0  # a question to an engine, or a setting for it, waits for the step under way and may read a file
 CONTROLLER_AWAY_S = 15.0  # a controller that died is back in a few seconds; requests wait that long for it
+FAILED_CALL_S = 1.0  # the most that one failed call counts of it: what it waited before, it waited in a controller
 
 
 class RemoteController:
@@ -46,9 +47,9 @@ class RemoteController:
         self._lost_calls: set[asyncio.Task[None]] = set()
 
     async def _call(self, method: str, *args: Any, patience_s: float = CONTROLLER_AWAY_S) -> Any:
-        """Patience counts from when the controller is first found away: a call may have waited in it for minutes."""
+        """Patience is spent while the controller is away: a call may have waited in it for minutes before it died."""
         clock = asyncio.get_running_loop().time
-        until, pause_s = 0.0, 0.05
+        away_s, pause_s = 0.0, 0.05
         while True:
             asked = clock()
             try:
@@ -61,11 +62,15 @@ class RemoteController:
                         raise error.cause from None  # without the controller's traceback and address
                     raise
                 self._actor = None
-                if not until or clock() - asked > patience_s:
-                    until, pause_s = clock() + patience_s, 0.05
-                elif clock() + pause_s > until:
+                failed_s = clock() - asked
+                if failed_s > FAILED_CALL_S:
+                    pause_s = 0.05
+                if away_s:  # the first one found it away, and cost nothing of that
+                    away_s += min(failed_s, FAILED_CALL_S)
+                if away_s + pause_s > patience_s:
                     raise ControllerGone(f"the controller is away: {error}".splitlines()[0]) from error
             await asyncio.sleep(pause_s)
+            away_s += pause_s
             pause_s = min(1.0, pause_s * 2)
 
     async def _await(self, ref: Any) -> Any:

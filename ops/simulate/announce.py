@@ -26,6 +26,7 @@ def announcement(
     block_tokens: int = 32,
     generation: str = "",
     tickets: tuple[int, ...] = (),
+    max_seqs: int = 0,
 ) -> Announcement:
     dtype = "bfloat16" if role is Role.PREFILL else "float8_e4m3fn"
     return Announcement(
@@ -38,6 +39,7 @@ def announcement(
         block_tokens=block_tokens,
         blocks_total=blocks_total,
         max_model_len=1 << 20,
+        max_num_seqs=max_seqs,
         tickets=tickets,
         generation=generation,
     )

@@ -59,8 +59,9 @@ class ControllerSim(Process):
             self.world.at(500 * MS, self.reborn)
 
     def totals(self) -> dict[str, float]:
-        names = {**self.counted, **self.machine.counters}
-        return {name: self.counted.get(name, 0) + self.machine.counters.get(name, 0) for name in sorted(names)}
+        living = self.machine.counters if self.alive else {}  # `die` has counted those of a life that is over
+        names = sorted({**self.counted, **living})
+        return {name: self.counted.get(name, 0) + living.get(name, 0) for name in names}
 
     # -- the machine
 

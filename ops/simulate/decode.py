@@ -88,7 +88,7 @@ class DecodeSim(DecodeEngine):
         """Whether the ticket's request runs here and its tokens get out."""
         stream = self.streams.get(frontend.name)
         up = self.alive and not self.hung and not self.leaving and stream is not None and stream.open
-        return up and any(job.key == key for job in self.running)
+        return up and any(job.ready and job.key == key for job in self.running)
 
     # -- what the engine server does
 
@@ -182,8 +182,3 @@ class DecodeSim(DecodeEngine):
         for job in dropped:  # a frontend that still waits for it must not wait for ever
             output = EngineCoreOutput(job.engine_id, [], finish_reason=FinishReason.ABORT)
             self.put_out(job.frontend_id, [output])
-
-    def forget_leases(self, keys: tuple[Key, ...]) -> None:
-        for job in self.jobs.values():
-            if job.key in keys:
-                job.lease = None

@@ -51,7 +51,8 @@ class DecodeJob:
     blocks: int = 0
     in_engine: bool = False
     opening: bool = False
-    ready: bool = False
+    turn: int = 0  # how often it was preempted
+    ready: bool = False  # its prompt is in the cache: it takes part in steps
     started: bool = False
     gone: bool = False
 
@@ -73,7 +74,7 @@ class DecodeEngine(ReplicaSim):
         super().__init__(*args)
         self.jobs: dict[str, DecodeJob] = {}  # by engine id
         self.waiting: deque[DecodeJob] = deque()
-        self.running: list[DecodeJob] = []
+        self.running: list[DecodeJob] = []  # as vLLM's list: also those whose prompt is computed now
         self.prefixes: dict[tuple[str, int], int] = {}  # cached prompts: (salt, state after it) -> tokens
         self.verdicts: dict[Verdict, int] = {}
         self.free = self.blocks_total
@@ -133,9 +134,10 @@ class DecodeEngine(ReplicaSim):
 
     def mismatch(self, choice: int) -> str:
         """A step's check finds a page that is not the request's own: it ends before a token leaves. Its engine id."""
-        if not self.running:
+        ready = [job for job in self.running if job.ready]
+        if not ready:
             return ""
-        job = self.running[choice % len(self.running)]
+        job = ready[choice % len(ready)]
         self.events.append(
             ReplicaEvent(kind=ReplicaEventKind.TAG_MISMATCH, ticket_id=job.key[0], request_id=job.engine_id)
         )
@@ -200,7 +202,7 @@ class DecodeEngine(ReplicaSim):
         state = None
         if job.gone:
             verdict = Verdict.STALE
-        elif lease is None:
+        elif lease is None or not self.staging.may_touch(lease):
             verdict = Verdict.MISSING
         else:
             pages = [self.node.read(lease, page) for page in range(len(seal.digests[0]))]
@@ -240,31 +242,31 @@ class DecodeEngine(ReplicaSim):
         """What was not handed over is computed here, beside the running steps."""
         if tokens > 1:
             self.recomputed_tokens += tokens
-        self.later(int(self.costs.prefill_ns(max(1, tokens)) * self.slow), self._ready, job)
+        self.running.append(job)
+        self.later(int(self.costs.prefill_ns(max(1, tokens)) * self.slow), self._ready, job, job.turn)
 
-    def _ready(self, job: DecodeJob) -> None:
-        if job.gone or not job.blocks:
+    def _ready(self, job: DecodeJob, turn: int) -> None:
+        if job.gone or job.turn != turn:
             return
         job.ready = True
         self.prefixes[(job.request.cache_salt or "", job.state)] = job.context
         while len(self.prefixes) > PREFIXES_KEPT:
             del self.prefixes[next(iter(self.prefixes))]
-        self.running.append(job)
-        self.peak_running = max(self.peak_running, len(self.running))
+        self.peak_running = max(self.peak_running, sum(job.ready for job in self.running))
         self._step()
 
     # -- the engine: steps
 
     def _step(self) -> None:
-        if self.stepping or not self.running:
+        jobs = [job for job in self.running if job.ready]
+        if self.stepping or not jobs:
             return
         self.stepping = True
-        jobs = self.running
         steps = min(self.quantum, min(job.total - job.position for job in jobs))
         if any(not job.started for job in jobs):
             steps = 1
         context = sum(job.context for job in jobs)
-        self.later(int(self.costs.step_ns(len(jobs), context) * steps * self.slow), self._stepped, list(jobs), steps)
+        self.later(int(self.costs.step_ns(len(jobs), context) * steps * self.slow), self._stepped, jobs, steps)
 
     def _stepped(self, jobs: list[DecodeJob], steps: int) -> None:
         self.stepping = False
@@ -295,7 +297,11 @@ class DecodeEngine(ReplicaSim):
         return EngineCoreOutput(job.engine_id, tokens, finish_reason=finish)
 
     def _grow(self, job: DecodeJob, steps: int) -> bool:
-        """Blocks for the next tokens; False when this request itself had to give way."""
+        """Blocks for the next tokens; False when this request itself had to give way.
+
+        The one that came last gives way, also while its prompt is computed: if it did not, two that fill the pool would
+        take turns for ever.
+        """
         need = self._need(job.context + steps) - job.blocks
         while need > self.free:
             victim = self.running[-1]
@@ -309,5 +315,5 @@ class DecodeEngine(ReplicaSim):
         self.preempted += 1
         self.running.remove(job)
         self._give_back(job)
-        job.ready = False
+        job.turn, job.ready = job.turn + 1, False
         self.waiting.appendleft(job)

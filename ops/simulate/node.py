@@ -66,7 +66,8 @@ class NodeSim(Process):
         self.memory = self._memories.setdefault(self.segment, {})
         self._answers: dict[int, Done] = {}
         self._last_call = 0
-        self._link_of: dict[str, int] = {}
+        self._link_of: dict[str, int] = {}  # engines that are connected
+        self._watched: dict[str, int] = {}  # latest link of each engine whose process lives, ended or not
         self._stopped: set[int] = set()
 
     @property
@@ -76,6 +77,11 @@ class NodeSim(Process):
     def start(self, controller: ControllerSim) -> None:
         self.controller = controller
         self.later(0, self._tick)
+
+    def die(self) -> None:
+        super().die()
+        for replica in self.engines.values():
+            replica.staging.drop()
 
     def reborn(self) -> None:
         super().reborn()
@@ -185,7 +191,7 @@ class NodeSim(Process):
     def _connect(self, engine: str) -> None:
         if engine in self.engines:
             self._links += 1
-            self._link_of[engine] = self._links
+            self._link_of[engine] = self._watched[engine] = self._links
             self.step(ev.EngineConnected(engine, self._links))
 
     def from_engine(self, engine: str, message: Any) -> None:
@@ -198,20 +204,27 @@ class NodeSim(Process):
             self.step(ev.FromEngine(engine, message))
 
     def engine_died(self, engine: str) -> None:
+        """The kernel says so of every process that has ever connected, whether its link stands or not."""
         self.engines.pop(engine, None)
-        if self.alive and engine in self._link_of:
-            self.later(5 * MS, self._gone, engine, self._link_of[engine])
+        if self.alive and engine in self._watched:
+            self.later(5 * MS, self._gone, engine, self._watched[engine])
 
     def _gone(self, engine: str, link: int) -> None:
-        if self._link_of.get(engine) == link:
-            del self._link_of[engine]
+        if self._watched.get(engine) == link:
+            del self._watched[engine]
+            self._link_of.pop(engine, None)
             self.step(ev.EngineGone(engine, link))
 
     def break_link(self, engine: str) -> None:
         """The connection ends and the process lives; it comes back a moment later."""
         if self.alive and (link := self._link_of.pop(engine, None)) is not None:
-            self.step(ev.EngineDetached(engine, link))
+            if (replica := self.engines.get(engine)) is not None:
+                replica.staging.drop()
+            self.later(SOCKET_NS, self._detached, engine, link)
             self.later(RECONNECT_NS, self._reconnect, engine)
+
+    def _detached(self, engine: str, link: int) -> None:
+        self.step(ev.EngineDetached(engine, link))
 
     def _reconnect(self, engine: str) -> None:
         if engine not in self._link_of:
@@ -224,7 +237,7 @@ class NodeSim(Process):
         link = self._links
         num_bytes = int(self.machine.staging.bytes_free * share) // PAGE_BYTES * PAGE_BYTES
         if num_bytes:
-            self._link_of[engine] = link
+            self._link_of[engine] = self._watched[engine] = link
             self.step(ev.EngineConnected(engine, link))
             self.step(ev.FromEngine(engine, StagingMapped(segment=self.machine.segment)))
             self.step(ev.LeaseAsked(self._call(lambda lease: None), (-link, self.life), num_bytes, (engine,), 0))
@@ -237,7 +250,7 @@ class NodeSim(Process):
 
     def _map(self, replica: ReplicaSim, link: int, segment: str, revoked: tuple[Key, ...]) -> None:
         if self._link_of.get(replica.engine) == link:
-            replica.forget_leases(revoked)
+            replica.staging.replace(segment, revoked)
             self.from_engine(replica.engine, StagingMapped(segment=segment, dropped=list(revoked)))
 
     # -- bytes

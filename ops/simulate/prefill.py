@@ -105,12 +105,6 @@ class PrefillSim(ReplicaSim):
         for job in [job for key, job in self.jobs.items() if key[0] == ticket_id and key[1] <= attempt]:
             self._abort(job)
 
-    def forget_leases(self, keys: tuple[Key, ...]) -> None:
-        for key in keys:
-            if (job := self.jobs.get(key)) is not None:
-                job.lease = None
-                self._abort(job)
-
     def _abort(self, job: PrefillJob) -> None:
         if job.aborted or self.jobs.get(job.key) is not job:
             return
@@ -135,7 +129,11 @@ class PrefillSim(ReplicaSim):
         if job in self.queue:
             self.queue.remove(job)
         if job.lease is not None:
-            self.node.from_engine(self.engine, WriterDone(ticket_id=job.key[0], attempt=job.key[1]))
+            self._writer_done(job)
+
+    def _writer_done(self, job: PrefillJob) -> None:
+        job.lease = None
+        self.node.from_engine(self.engine, WriterDone(ticket_id=job.key[0], attempt=job.key[1]))
 
     def _work(self) -> None:
         if self.busy or not self.queue:
@@ -156,7 +154,13 @@ class PrefillSim(ReplicaSim):
         self._work()
 
     def _seal(self, job: PrefillJob, tokens: int) -> None:
-        """Computes the chunk; the pages that are complete with it are written and sealed."""
+        """Computes the chunk; the pages that are complete with it are written and sealed.
+
+        As in the shipped worker half, the hand-over ends with the first page that cannot be written; the step goes on.
+        """
+        if job.lease is not None and not self.staging.may_touch(job.lease):
+            self.staging.revoke((job.key,))
+            self._writer_done(job)
         prompt, first = job.request.prompt_token_ids, job.computed
         last = first + tokens == job.num_tokens
         while job.computed < first + tokens:

@@ -15,6 +15,7 @@ from actors.messages import (
     Announcement,
     HeartbeatReply,
     Join,
+    Lease,
     Occupancy,
     ReplicaEvent,
     ReplicaHeartbeat,
@@ -54,6 +55,32 @@ def encode_outputs(outputs: list[EngineCoreOutput], now_ns: int) -> list[bytes]:
     return [bytes(frame) for frame in _encoder.encode(message)]
 
 
+class StagingMap:
+    """What `actors.transfer.link.StagingMap` is to an engine: the memory it has mapped, and what it may not touch."""
+
+    def __init__(self) -> None:
+        self._segment = ""
+        self._mapped = False
+        self._revoked: set[Key] = set()
+
+    def may_touch(self, lease: Lease) -> bool:
+        key = (lease.ticket_id, lease.attempt)
+        return self._mapped and lease.segment == self._segment and key not in self._revoked
+
+    def replace(self, segment: str, revoked: tuple[Key, ...]) -> None:
+        if segment != self._segment:
+            self._revoked.clear()
+        self._segment, self._mapped = segment, True
+        self.revoke(revoked)
+
+    def revoke(self, keys: tuple[Key, ...]) -> None:
+        self._revoked.update(keys)
+
+    def drop(self) -> None:
+        """The link has ended."""
+        self._mapped = False
+
+
 class ReplicaSim(Process):
     """`facts`: blocks_total, block_tokens, max_seqs, generation. `engine` is the name of its one engine process."""
 
@@ -68,6 +95,7 @@ class ReplicaSim(Process):
         self.model = model
         self.costs = costs
         self.engine = f"{name}#0"
+        self.staging = StagingMap()
         self.blocks_total: int = facts["blocks_total"]
         self.block_tokens: int = facts["block_tokens"]
         self.max_seqs: int = facts["max_seqs"]
@@ -99,10 +127,6 @@ class ReplicaSim(Process):
         """By the controller's wish: drops that and earlier attempts; idempotent."""
         raise NotImplementedError
 
-    def forget_leases(self, keys: tuple[Key, ...]) -> None:
-        """Its link to the node's transfer actor broke: it touches the bytes of these tickets no more."""
-        raise NotImplementedError
-
     @property
     def empty(self) -> bool:
         """Whether the platform may stop it: no call of it runs."""
@@ -118,6 +142,7 @@ class ReplicaSim(Process):
             block_tokens=self.block_tokens,
             generation=self.generation,
             tickets=self.live_tickets(),
+            max_seqs=self.max_seqs,
         )
 
     def _join(self) -> None:

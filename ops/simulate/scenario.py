@@ -77,7 +77,9 @@ class Scenario:
     expect: tuple[str, ...] = ()  # texts of the story, in this order
 
     def cluster_spec(self) -> ClusterSpec:
-        return ClusterSpec.parse(self.spec, "scenario")
+        spec: dict[str, Any] = json.loads(json.dumps(self.spec))
+        spec["pools"]["decode"].setdefault("max_num_seqs", self.shape.max_seqs)  # what its engines announce
+        return ClusterSpec.parse(spec, "scenario")
 
 
 def random_scenario(seed: int, kinds: tuple[FaultKind, ...]) -> Scenario:

@@ -331,6 +331,39 @@ def test_fetched_bytes_whose_readers_are_gone_are_given_back() -> None:
     assert node.machine.staging.bytes_held == 0
 
 
+def test_fetched_bytes_that_one_of_two_readers_opened_are_given_back_when_the_other_lost_its_link() -> None:
+    node = Node(16 * MIB, "d#0", "d#1")
+    node.read(far(1), "d#0", "d#1")
+    node.step(ev.FetchEnded(fetch_of(node).fetch_id, True))
+    node.connect("d#1", maps=False)
+    node.mapped("d#1", (1, 1))
+    assert node.machine.staging.bytes_held == MIB
+    node.step(ev.FromEngine("d#0", opened(1, num_shards=2)))
+    assert node.machine.staging.bytes_held == 0
+
+
+def test_who_is_at_the_front_and_loses_its_link_lets_the_next_in() -> None:
+    node = Node(16 * MIB, "p#0", "p#1")
+    node.lease(1, 9 * MIB, "p#0")
+    node.ask(2, 8 * MIB, "p#1")
+    behind = node.ask(3, 7 * MIB, "p#0")
+    assert behind not in node.answers
+    node.step(ev.EngineDetached("p#1", 2))
+    assert isinstance(node.answers[behind], Lease)
+
+
+def test_a_ticket_whose_bytes_come_from_another_node_gets_no_lease_to_write() -> None:
+    node = Node()
+    node.lease(2, 16 * MIB)
+    node.read(far(1))
+    assert isinstance(node.answers[node.ask(1)], ev.Refuse), "while the fetch waits for room"
+    node.step(ev.Released(((2, 1),)))
+    node.step(ev.FromEngine("p#0", WriterDone(ticket_id=2, attempt=1)))
+    assert isinstance(node.answers[node.ask(1)], ev.Refuse), "while it runs"
+    node.step(ev.FetchEnded(fetch_of(node).fetch_id, True))
+    assert isinstance(node.answers[node.ask(1)], ev.Refuse), "while decode reads"
+
+
 def test_bytes_that_a_fetch_still_writes_are_lent_to_nobody() -> None:
     node = Node()
     call = node.read(far(1, 16 * MIB))

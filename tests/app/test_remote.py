@@ -73,17 +73,21 @@ async def test_a_call_waits_until_serve_knows_the_replica() -> None:
     assert await asyncio.wait_for(waiting, 5) == {"asked": "new"}
 
 
-async def test_patience_begins_when_the_controller_is_found_away() -> None:
-    """A request may have waited in the controller's queue for longer than that when the controller dies."""
+@pytest.mark.parametrize(("lost", "waits_s"), [(0, 1.5), (1, 0.95)])
+async def test_patience_is_not_spent_by_a_call_that_waits_in_the_controller(
+    lost: int, waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lost` calls get lost on their way; the next one waits in the controller's queue until the controller dies."""
+    monkeypatch.setattr(remote, "FAILED_CALL_S", 0.3)
     asked = 0
 
     class Method:
         async def remote(self, *_: Any) -> str:
             nonlocal asked
             asked += 1
-            if asked == 1:
-                await asyncio.sleep(0.3)
-            if asked <= 2:
+            if asked == lost + 1:
+                await asyncio.sleep(waits_s)
+            if asked <= lost + 2:
                 raise RayActorError
             return "answer"
 
@@ -91,8 +95,8 @@ async def test_patience_begins_when_the_controller_is_found_away() -> None:
         call = Method()
 
     controller = remote.RemoteController(lambda: Actor, "f")
-    assert await controller._call("call", patience_s=0.2) == "answer"
-    assert asked == 3
+    assert await controller._call("call", patience_s=1.0) == "answer"
+    assert asked == lost + 3
 
 
 async def test_a_controller_that_stays_away_is_given_up() -> None:
