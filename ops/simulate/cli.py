@@ -27,7 +27,7 @@ from ops.simulate.scenario import Scenario, ScenarioError, load, random_scenario
 from ops.simulate.story import missing, story
 
 REPORTED = 10
-STUDIES = ("published", "autoscale", "scale")  # modules of ops.bench.scaling
+STUDIES = ("published", "autoscale", "held_out", "scale")  # modules of ops.bench.scaling
 
 
 def main(argv: list[str]) -> int:

@@ -255,7 +255,7 @@ DEFAULT = "Serve 2, default delays"  # `AutoscalingConfig()` but for the bounds
 TRACES = {"long bursts": long_bursts, "mixed bursts": mixed_bursts}
 
 
-def _serve(target: int, delays: str, minimum: int = 1) -> Policy:
+def serve_policy(target: int, delays: str, minimum: int = 1) -> Policy:
     up_s, down_s, look_s = DELAYS[delays]
     name = f"Serve {target}, {delays}" + (f", at least {minimum}" if minimum > 1 else "")
     return Policy(name, minimum, ServeSettings(target, up_s, down_s, look_s, minimum))
@@ -265,10 +265,15 @@ def policies(trace: str) -> list[Policy]:
     """Ours with each least number of replicas, and Serve's targets, delays and least numbers."""
     ours = [Policy("occupancy" + (f", at least {minimum}" if minimum > 1 else ""), minimum) for minimum in (1, 2, 3, 4)]
     if trace != "long bursts":
-        few = [_serve(2, "default delays"), _serve(6, "quick"), _serve(9, "quick"), _serve(9, "patient")]
-        return [*ours[:2], *few, _serve(9, "quick", 2)]
-    swept = [_serve(target, delays) for target in (2, 4, 6, 9, 12) for delays in DELAYS]
-    floors = [_serve(target, d, least) for least in (2, 3) for target in (9, 12) for d in ("quick", "patient")]
+        few = [
+            serve_policy(2, "default delays"),
+            serve_policy(6, "quick"),
+            serve_policy(9, "quick"),
+            serve_policy(9, "patient"),
+        ]
+        return [*ours[:2], *few, serve_policy(9, "quick", 2)]
+    swept = [serve_policy(target, delays) for target in (2, 4, 6, 9, 12) for delays in DELAYS]
+    floors = [serve_policy(target, d, least) for least in (2, 3) for target in (9, 12) for d in ("quick", "patient")]
     return [*ours, *swept, *floors]
 
 

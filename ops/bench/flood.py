@@ -1,0 +1,235 @@
+"""A flood of long answers moves the pools of a real service, 1 -> 2 -> 1 and 0 -> 1 -> 0: a timeline, and what it cost.
+
+python -m ops.bench.flood --repeats 5 --record flood.jsonl
+python -m ops.bench.flood --record flood.jsonl --plot flood.png --markdown flood.md
+
+The topology is `local-scale` as it ships. Some streams go on for the whole time, so that the replica that leaves has
+streams when it is told to. A repeat is good when every request got all its tokens, and no stream broke that was there
+while a replica left. The record has one JSON line a repeat, with all samples and answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from app.commands.serve import Service
+from cluster.spec import ClusterSpec
+from ops.bench import facts, load
+from ops.bench.flood_report import draw, table
+
+FLOOD, FLOOD_TOKENS = 36, 240
+STREAMS, STREAM_TOKENS = 3, 500
+SAMPLE_S = 0.5
+REST_S, MOVE_S = 120.0, 400.0
+PROMPT = "a long story about the sea and the people who live by it, " * 8
+
+State = dict[str, Any]
+
+
+def sample(status: State, at_s: float) -> State:
+    """What one look at `/status` says of both pools."""
+    found: State = {"at_s": round(at_s, 2), "queue": status["queue"]["waiting"]}
+    for pool, each in status["pools"].items():
+        replicas = each["replicas"]
+        draining = [replica for replica in replicas if replica["state"] == "draining"]
+        found[pool] = {
+            "target": each["target"],
+            "running": each["running"],
+            "ready": sum(replica["state"] == "ready" for replica in replicas),
+            "draining": len(draining),
+            "draining_tickets": sum(replica["tickets"] for replica in draining),
+            "blocks_held": sum(replica["blocks_held"] for replica in replicas),
+            "blocks_total": sum(replica["blocks_total"] for replica in replicas),
+            "reason": each["scaling"],
+        }
+    return found
+
+
+class Repeat:
+    """One flood, from rest to rest."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, number: int) -> None:
+        self.session, self.url, self.model, self.number = session, url, model, number
+        self.samples: list[State] = []
+        self.answers: list[load.Answer] = []
+        self.began = time.perf_counter()
+        self._over = False
+
+    async def run(self) -> State:
+        await self._until(_at_rest, REST_S, "both pools are at rest")
+        self.began, self.samples = time.perf_counter(), []
+        streams = [asyncio.create_task(self._stream(1_000 + number)) for number in range(STREAMS)]
+        flood = [asyncio.create_task(self._ask(number, FLOOD_TOKENS)) for number in range(FLOOD)]
+        problems = []
+        try:
+            await self._until(_is_grown, MOVE_S, "decode has two replicas")
+            await self._until(lambda _: all(task.done() for task in flood), MOVE_S, "the flood is answered")
+            await self._until(_is_shrunk, MOVE_S, "decode has one replica again")
+        except TimeoutError as error:
+            problems.append(str(error))
+        self._over = True
+        await asyncio.gather(*flood, *streams)
+        return self._result(problems)
+
+    async def _ask(self, index: int, num_tokens: int) -> None:
+        body = load.body_of(self.model, f"Request {self.number}/{index}: {PROMPT}", num_tokens)
+        answer = await load.ask(self.session, self.url, body, index)
+        if not answer.error and answer.num_output_tokens != num_tokens:
+            answer.error = f"{answer.num_output_tokens} of {num_tokens} tokens"
+        answer.text = ""
+        self.answers.append(answer)
+
+    async def _stream(self, index: int) -> None:
+        while not self._over:
+            await self._ask(index, STREAM_TOKENS)
+
+    async def _until(self, what: Callable[[State], bool], timeout_s: float, words: str) -> None:
+        until = time.perf_counter() + timeout_s
+        while True:
+            async with self.session.get(f"{self.url}/status") as answer:
+                found = sample(await answer.json(), time.perf_counter() - self.began)
+            self.samples.append(found)
+            if what(found):
+                return
+            if time.perf_counter() > until:
+                raise TimeoutError(f"not within {timeout_s:g} s: {words}; last: {found}")
+            await asyncio.sleep(SAMPLE_S)
+
+    def _result(self, problems: list[str]) -> State:
+        answers = [asdict(a) | {"start_s": a.start_s - self.began, "end_s": a.end_s - self.began} for a in self.answers]
+        result: State = {
+            "number": self.number,
+            "seconds": round(time.perf_counter() - self.began, 1),
+            "requests": len(answers),
+            "lost": sum(bool(answer["error"]) for answer in answers),
+            **leaving(self.samples, answers),
+            "problems": problems + sorted({answer["error"] for answer in answers if answer["error"]}),
+            "targets": {pool: _changes([s[pool]["target"] for s in self.samples]) for pool in ("decode", "prefill")},
+            "samples": self.samples,
+            "answers": [{key: value for key, value in answer.items() if key != "text"} for answer in answers],
+        }
+        return result
+
+
+def leaving(samples: list[State], answers: list[State]) -> State:
+    """Scale-downs of decode, tickets on the replicas that left, and streams that were there then and broke."""
+    spans: list[tuple[float, float]] = []
+    for before, now in itertools.pairwise(samples):
+        if now["decode"]["draining"]:
+            if before["decode"]["draining"]:
+                spans[-1] = (spans[-1][0], now["at_s"])
+            else:
+                spans.append((before["at_s"], now["at_s"]))
+    there = [a for a in answers if any(a["start_s"] < end and a["end_s"] > begin for begin, end in spans)]
+    return {
+        "scale_downs": len(spans),
+        "tickets_on_leaving": max((s["decode"]["draining_tickets"] for s in samples), default=0),
+        "streams_while_leaving": len(there),
+        "streams_cut": sum(bool(answer["error"]) for answer in there),
+    }
+
+
+def _changes(values: list[Any]) -> list[Any]:
+    known = [value for value in values if value is not None]
+    return [value for number, value in enumerate(known) if not number or value != known[number - 1]]
+
+
+def _at_rest(found: State) -> bool:
+    decode, prefill = found["decode"], found["prefill"]
+    sizes = (decode["target"], decode["ready"], decode["draining"], prefill["target"], prefill["ready"])
+    return sizes == (1, 1, 0, 0, 0) and found["queue"] == 0
+
+
+def _is_grown(found: State) -> bool:
+    return bool(found["decode"]["ready"] == 2)
+
+
+def _is_shrunk(found: State) -> bool:
+    decode = found["decode"]
+    return bool(decode["target"] == 1 and decode["ready"] == 1 and not decode["draining"])
+
+
+async def play(service: Service, args: argparse.Namespace, until: float) -> list[State]:
+    done = len(read(args.record))
+    found = []
+    async with load.open_session() as session:
+        for number in range(done, done + args.repeats):
+            if time.monotonic() > until:
+                break
+            repeat = Repeat(session, service.url, service.spec.model.served_name, number)
+            found.append(await repeat.run() | {"facts": facts.gather([])["machine"], "commit": facts.commit()})
+            with args.record.open("a") as lines:
+                lines.write(json.dumps(found[-1]) + "\n")
+            print(table(found[-1:]), file=sys.stderr, flush=True)
+    return found
+
+
+def read(record: Path) -> list[State]:
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def with_service(
+    args: argparse.Namespace, work: Callable[[Service, argparse.Namespace, float], Awaitable[Any]]
+) -> None:
+    """Starts the topology as `pageferry serve` does, and ends everything of it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    until = time.monotonic() + 60.0 * args.minutes
+    service = Service(ClusterSpec.load(args.topology, {"frontend.port": _free_port()}), None, _free_port())
+    try:
+        service.start()
+        service.wait_healthy(400.0)
+        asyncio.run(_await(work(service, args, until)))
+    finally:
+        service.stop()
+
+
+async def _await(work: Awaitable[Any]) -> Any:
+    return await work
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    make = argparse.ArgumentParser(description=description)
+    make.add_argument("--repeats", type=int, default=0, help="more of them; what is in the record stays")
+    make.add_argument("--minutes", type=float, default=60.0, help="no new repeat after this, service start included")
+    make.add_argument("--topology", default="local-scale")
+    make.add_argument("--record", type=Path, required=True, help="JSON lines, one a repeat")
+    make.add_argument("--markdown", type=Path, help="write the table of the whole record to this file")
+    make.add_argument("--plot", type=Path, help="draw the timeline of one repeat to this PNG")
+    make.add_argument("--show", type=int, default=-1, help="which repeat is drawn; default: the last one")
+    return make
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser(__doc__.split("\n\n")[0]).parse_args(argv)
+    if args.repeats:
+        with_service(args, play)
+    record = read(args.record)
+    print(table(record))
+    if args.markdown is not None:
+        args.markdown.write_text(table(record))
+    if args.plot is not None:
+        draw(record[args.show], args.plot)
+    return 0 if all(not (row["lost"] or row["streams_cut"] or row["problems"]) for row in record) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
