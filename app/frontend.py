@@ -41,6 +41,7 @@ class Frontend:
     ) -> None:
         from actors.controller.actor import get_or_create
         from actors.engine.config import set_environment
+        from app.rpc.batching import BatchingHandle
         from app.rpc.remote import RemoteController, RemoteDecode, RemotePrefill
 
         logs.below_serve()
@@ -49,7 +50,10 @@ class Frontend:
         set_environment(spec, Role.DECODE)
         context = serve.get_replica_context()
         self.frontend_id = context.replica_id.unique_id
-        self.controller = RemoteController(lambda: get_or_create(context.app_name, spec, deployment), self.frontend_id)
+        self.controller = RemoteController(
+            lambda: BatchingHandle(get_or_create(context.app_name, spec, deployment), self.frontend_id),
+            self.frontend_id,
+        )
         for handle in (decode, prefill):
             if handle is not None:
                 handle.options(method_name="utility")  # from here on its router follows the replicas

@@ -10,6 +10,8 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -19,7 +21,17 @@ import ray.util.metrics
 from actors import logs
 from actors.background import repeat
 from actors.controller import status as view
-from actors.controller.events import Effect, Event, FrontendGone, Log, Replace, Reply, Tick, ToFrontend, Withdraw
+from actors.controller.events import (
+    Effect,
+    Event,
+    FrontendGone,
+    Log,
+    Replace,
+    Reply,
+    Tick,
+    ToFrontend,
+    Withdraw,
+)
 from actors.controller.exports import Exporter
 from actors.controller.gc_tuning import tune_gc
 from actors.controller.history import History
@@ -47,12 +59,14 @@ class Controller:
 
         logs.as_component("pageferry_controller", application)
         spec = ClusterSpec.model_validate_json(spec_json)
-        epoch, fresh = int((time.time() - EPOCH_ZERO_S) * 2), not _is_restarted()
+        self._life = epoch = int((time.time() - EPOCH_ZERO_S) * 2)
+        fresh = not _is_restarted()
         self._machine = Machine(spec, epoch, time.monotonic_ns(), fresh, deployment)
         tune_gc()
         self._application = application
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, Callable[[Any], None]] = {}  # what takes the answer, by call
         self._last_call = 0
+        self._mailboxes: dict[str, Mailbox] = {}  # by client
         self._orders: dict[str, asyncio.Queue[FrontendCommand]] = {}
         self._polls: Counter[str] = Counter()  # frontend -> long polls that wait on its orders
         self._tasks: set[asyncio.Task[None]] = set()
@@ -73,6 +87,38 @@ class Controller:
             self._watch_process(message.frontend_id, FrontendGone(message.frontend_id))
             answer = msgspec.structs.replace(answer, orders=tuple(self._waiting_orders(message.frontend_id)))
         return cast(T, answer)
+
+    async def calls(
+        self, client: str, batch: list[tuple[int, Request[Any] | None]]
+    ) -> tuple[int, list[tuple[int, Any]]]:
+        """Many messages, each with a number of its client's; None: nobody waits for that number any more.
+
+        Returns this life's number and (number, answer) of all that are answered; the others come by `answers`.
+        """
+        self._heard_at = time.monotonic()
+        mailbox = self._mailboxes.setdefault(client, Mailbox())
+        for number, message in batch:
+            if message is None:
+                call_id = mailbox.waiting.pop(number, 0)
+                if self._calls.pop(call_id, None) is not None:
+                    self._run(Withdraw(call_id))
+                continue
+            call_id = mailbox.waiting[number] = self._next_call()
+            self._calls[call_id] = partial(mailbox.put, number)
+            self._run(message, call_id)
+        return self._life, mailbox.take()
+
+    async def answers(self, client: str, timeout_s: float) -> tuple[int, list[tuple[int, Any]]]:
+        """Long poll for what `calls` did not answer at once."""
+        mailbox = self._mailboxes.setdefault(client, Mailbox())
+        mailbox.polls += 1
+        try:
+            await asyncio.wait_for(mailbox.filled.wait(), timeout_s)
+        except TimeoutError:
+            pass
+        finally:
+            mailbox.polls -= 1
+        return self._life, mailbox.take()
 
     async def orders(self, frontend_id: str, timeout_s: float = 10.0) -> list[FrontendCommand]:
         """Long poll for what else comes with the heartbeat's reply, without its delay."""
@@ -102,10 +148,9 @@ class Controller:
     # -- inside
 
     async def _ask(self, message: Request[Any]) -> Any:
-        self._last_call += 1
-        call_id = self._last_call
+        call_id = self._next_call()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
+        self._calls[call_id] = partial(_answer, future)
         try:
             self._run(message, call_id)
             return await future
@@ -115,6 +160,10 @@ class Controller:
         finally:
             self._calls.pop(call_id, None)
 
+    def _next_call(self) -> int:
+        self._last_call += 1
+        return self._last_call
+
     def _run(self, event: Event, call_id: int = 0) -> None:
         self._start()
         for effect in self._machine.step(event, time.monotonic_ns(), call_id):
@@ -122,13 +171,8 @@ class Controller:
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Reply):
-            future = self._calls.get(effect.call_id)
-            if future is None or future.done():
-                return
-            if isinstance(effect.value, Exception):
-                future.set_exception(effect.value)
-            else:
-                future.set_result(effect.value)
+            if (answer := self._calls.pop(effect.call_id, None)) is not None:
+                answer(effect.value)
         elif isinstance(effect, ToFrontend):
             self._orders.setdefault(effect.frontend_id, asyncio.Queue()).put_nowait(effect.order)
         elif isinstance(effect, Replace):
@@ -152,6 +196,9 @@ class Controller:
         for frontend_id in self._orders.keys() - self._machine.frontends.keys():
             if not self._polls[frontend_id]:  # else a long poll waits on it
                 del self._orders[frontend_id], self._polls[frontend_id]
+        for client in self._mailboxes.keys() - self._machine.frontends.keys():
+            if not self._mailboxes[client].polls:
+                del self._mailboxes[client]
 
     def _export(self) -> None:
         status = view.status(self._machine, time.monotonic_ns())
@@ -196,6 +243,35 @@ class Controller:
                 ray.kill(actor, no_restart=replica)
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("%s %s cannot be ended: %s", effect.kind, effect.name, error)
+
+
+class Mailbox:
+    """Answers for one client that sends its messages by `Controller.calls`."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, int] = {}  # number of the client -> call of the machine
+        self.filled = asyncio.Event()
+        self.polls = 0  # long polls that wait on it
+        self._ready: list[tuple[int, Any]] = []
+
+    def put(self, number: int, value: Any) -> None:
+        self.waiting.pop(number, None)
+        self._ready.append((number, value))
+        self.filled.set()
+
+    def take(self) -> list[tuple[int, Any]]:
+        taken, self._ready = self._ready, []
+        self.filled.clear()
+        return taken
+
+
+def _answer(future: asyncio.Future[Any], value: Any) -> None:
+    if future.done():
+        return
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
 
 
 def _actor_of(suffix: str) -> Any:

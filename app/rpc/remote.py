@@ -36,10 +36,15 @@ CONTROLLER_AWAY_S = 15.0  # a controller that died is back in a few seconds; req
 FAILED_CALL_S = 1.0  # the most that one failed call counts of it: what it waited before, it waited in a controller
 
 
+def _cancel(call: Any) -> None:
+    if isinstance(call, ray.ObjectRef):  # a future has been cancelled with who awaits it
+        ray.cancel(call)
+
+
 class RemoteController:
     """Calls that find the controller away look it up again and repeat; every one of them is idempotent."""
 
-    def __init__(self, find: Callable[[], Any], frontend_id: str, cancel: Callable[[Any], None] = ray.cancel) -> None:
+    def __init__(self, find: Callable[[], Any], frontend_id: str, cancel: Callable[[Any], None] = _cancel) -> None:
         self._find = find
         self._cancel = cancel  # what ends a call under way
         self._actor: Any = None
@@ -114,7 +119,7 @@ class RemoteController:
         """It hangs: Ray ends the process and begins its next life. What waits for an answer is asked again there."""
         actor, self._actor = self._actor, None
         if actor is not None:
-            ray.kill(actor, no_restart=False)
+            actor.end()
 
     async def orders(self, timeout_s: float) -> list[FrontendCommand]:
         found: list[FrontendCommand] = await self._call("orders", self._frontend_id, timeout_s, patience_s=1.0)

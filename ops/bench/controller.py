@@ -52,6 +52,7 @@ from actors.messages import (
     Verdict,
     WaitForHandOver,
 )
+from app.rpc.batching import BatchingHandle
 from cluster.json_output import print_json
 from cluster.json_output import run as run_json
 from cluster.spec import ClusterSpec
@@ -106,6 +107,7 @@ class Client:
 
     def __init__(self, name: str, controller: Any) -> None:
         self.name, self.controller = name, controller
+        self.requests = BatchingHandle(controller, name)
         self.events: dict[str, list[TransferEvent]] = {}
         self.started: dict[str, list[ReplicaEvent]] = {}
         self.live: set[int] = set()
@@ -134,7 +136,7 @@ class Client:
         """Opens tickets and leaves them open; heartbeats go on, or the controller takes itself for an orphan."""
         given = 0
         for _ in range(0, count, BATCH):
-            answers = await asyncio.gather(*(self.controller.call.remote(self._request(False)) for _ in range(BATCH)))
+            answers = await asyncio.gather(*(self.requests.call.remote(self._request(False)) for _ in range(BATCH)))
             given += sum(isinstance(answer, Ticket) for answer in answers)
             await self._heartbeat("d0", [])
         return given
@@ -155,12 +157,12 @@ class Client:
     async def _load(self) -> None:
         while True:
             began = time.perf_counter()
-            ticket = await self.controller.call.remote(self._request())
+            ticket = await self.requests.call.remote(self._request())
             if not isinstance(ticket, Ticket) or ticket.prefill is None:
                 self.failed += 1
                 continue
             self.live.add(ticket.ticket_id)
-            wanted = self.controller.call.remote(WaitForHandOver(ticket.ticket_id, ticket.attempt, 10.0))
+            wanted = self.requests.call.remote(WaitForHandOver(ticket.ticket_id, ticket.attempt, 10.0))
             self._start(ticket.prefill, ReplicaEventKind.PREFILL_STARTED, ticket)
             self._tell(ticket.prefill_node, self._seal(ticket))
             found = await wanted
@@ -169,7 +171,7 @@ class Client:
                 self._start(ticket.decode, ReplicaEventKind.DECODE_STARTED, ticket)
             self.failed += not isinstance(found, HandOver)
             self.live.discard(ticket.ticket_id)
-            await self.controller.call.remote(Ended(ticket.ticket_id, Outcome.DONE, OUTPUT_TOKENS))
+            await self.requests.call.remote(Ended(ticket.ticket_id, Outcome.DONE, OUTPUT_TOKENS))
             self.taken.append(time.perf_counter() - began)
 
     def _start(self, replica: str, kind: ReplicaEventKind, ticket: Ticket) -> None:
