@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,13 +36,13 @@ def rivals(floor: int) -> list[Policy]:
     return [serve_policy(target, delays, floor) for target, delays in RIVALS[floor]]
 
 
-def compare(seeds: Iterable[int], record: Path, seconds: float = 3_600.0) -> list[Outcome]:
+def compare(seeds: Sequence[int], record: Path, seconds: float = 3_600.0) -> list[Outcome]:
     """All policies of all floors on each seed. `record`: JSON lines; what is there is not run again."""
     rows = [Outcome(**json.loads(line)) for line in record.read_text().splitlines()] if record.exists() else []
     known = {(row.trace, row.seed, row.policy): row for row in rows}
     found = []
-    for seed in seeds:
-        for trace, make in TRACES.items():
+    for trace, make in TRACES.items():
+        for seed in seeds:
             for policy in (each for floor in FLOORS for each in (ours(floor), *rivals(floor))):
                 row = known.get((trace, seed, policy.name))
                 if row is None:
