@@ -26,6 +26,7 @@ from actors.controller.events import (
     Event,
     FrontendGone,
     Log,
+    NodesDraining,
     Replace,
     Reply,
     Tick,
@@ -45,6 +46,7 @@ TICK_S = 0.1
 EXPORT_S = 2.0
 PING_S = 0.5  # how soon the death of a process is seen; longer with more than PINGS_MAX of them
 PINGS_MAX = 200
+NODES_S = 2.0
 ALONE_S = 40.0  # neither Serve nor a process of the application heard for this long: it is gone
 EPOCH_ZERO_S = 1_577_836_800  # 2020-01-01; epochs count half seconds from there, so a later life has a higher one
 
@@ -184,6 +186,7 @@ class Controller:
         if not self._tasks:
             self._spawn(repeat("the controller's tick", self._tick, TICK_S, logger))
             self._spawn(repeat("the export of metrics", self._export, EXPORT_S, logger))
+            self._spawn(repeat("the watch for nodes that are about to go", self._look_at_nodes, NODES_S, logger))
             self._spawn(repeat("the watch for the application's end", self._end_when_alone, ALONE_S / 4, logger))
 
     def _spawn(self, work: Any) -> None:
@@ -204,6 +207,10 @@ class Controller:
         status = view.status(self._machine, time.monotonic_ns())
         self._history.add(status)
         self._exporter.export(status)
+
+    async def _look_at_nodes(self) -> None:
+        if left := await asyncio.to_thread(draining_nodes, time.time()):
+            self._run(NodesDraining(left))
 
     def _end_when_alone(self) -> None:
         """Serve asks for the pools' sizes while the application exists, and its processes say that they live."""
@@ -283,6 +290,16 @@ def _actor_of(suffix: str) -> Any:
             except ValueError:
                 return None  # gone meanwhile
     return None
+
+
+def draining_nodes(now_s: float) -> dict[str, float | None]:
+    """Seconds that each draining node still has, by node id; None where no time was given. Blocks.
+
+    As Serve's own controller asks: Ray has no public call for it (`ray.nodes()` does not say).
+    """
+    gcs = ray._private.worker.global_worker.gcs_client
+    found: dict[str, int] = gcs.get_draining_nodes(timeout=5)
+    return {node_id: (until_ms / 1e3 - now_s if until_ms else None) for node_id, until_ms in found.items()}
 
 
 def _is_restarted() -> bool:

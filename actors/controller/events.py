@@ -32,6 +32,12 @@ class FrontendGone(msgspec.Struct, frozen=True):
     frontend_id: str
 
 
+class NodesDraining(msgspec.Struct, frozen=True):
+    """The platform says which nodes are about to be taken away, and in how many seconds (None: it does not say)."""
+
+    seconds_left: dict[str, float | None]  # by node id
+
+
 class Withdraw(msgspec.Struct, frozen=True):
     """Whoever waited for this call is gone (client disconnected, caller died)."""
 
@@ -42,7 +48,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passes: deadlines, silence, fencing, drains, scaling. A few times a second."""
 
 
-Event = Request[Any] | Withdraw | FrontendGone | Tick
+Event = Request[Any] | Withdraw | FrontendGone | NodesDraining | Tick
 
 
 # -- effects

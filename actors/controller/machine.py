@@ -16,6 +16,7 @@ from actors.controller.events import (
     Event,
     FrontendGone,
     Log,
+    NodesDraining,
     Tick,
     Withdraw,
 )
@@ -61,6 +62,7 @@ class Machine(Membership):
             ReplicaLeft: self._replica_left,
             FrontendHeartbeat: self._frontend_heartbeat,
             FrontendGone: self._frontend_gone,
+            NodesDraining: self._nodes_draining,
             Adopt: self._adopt,
             TransferReport: self._transfer_report,
             AdmitRequest: self._admit,

@@ -9,6 +9,7 @@ from actors.controller.events import (
     FrontendGone,
     IncompatibleReplica,
     Log,
+    NodesDraining,
     Replace,
     ToFrontend,
 )
@@ -42,6 +43,7 @@ from actors.messages import (
 )
 
 FORGET_FENCED_NS = 300 * SECOND
+NODE_MARGIN_NS = 10 * SECOND  # before a node goes: time for a stream to go on elsewhere
 
 
 class Membership(Recovery):
@@ -85,6 +87,7 @@ class Membership(Recovery):
                 replica.cancel[(ticket_id, ATTEMPTS_MAX)] = CANCEL_REPEATS
         self._out.append(Log(f"{new.role} replica {new.replica_id} joined with {new.blocks_total} blocks"))
         self.autoscaler.sizes.joined(new.role, new.replica_id, now_ns)
+        self._leave_going_node(replica, now_ns)
         self.selector.refresh(replica)
         self._reply(call_id, self._heartbeat_reply(replica))
         self._drain_queue(now_ns)
@@ -194,10 +197,28 @@ class Membership(Recovery):
 
     def _replica_leaving(self, event: ReplicaLeaving, call_id: CallId, now_ns: int) -> None:
         replica = self.registry.replicas.get(event.replica_id)
-        if replica is not None and not replica.draining_since_ns:
+        if replica is not None:
+            self._begin_leaving(replica, "is leaving", now_ns)
+
+    def _begin_leaving(self, replica: Replica, why: str, now_ns: int) -> None:
+        if not replica.draining_since_ns:
             replica.draining_since_ns = now_ns
             self.selector.refresh(replica)
-            self._out.append(Log(f"{replica.id} is leaving with {len(replica.tickets)} tickets"))
+            self._out.append(Log(f"{replica.id} {why} with {len(replica.tickets)} tickets"))
+
+    def _nodes_draining(self, event: NodesDraining, call_id: CallId, now_ns: int) -> None:
+        for node_id, seconds in event.seconds_left.items():
+            by_ns = 0 if seconds is None else max(now_ns, now_ns + int(seconds * SECOND) - NODE_MARGIN_NS)
+            self._going_nodes[node_id] = by_ns
+        for replica in self.registry.replicas.values():
+            self._leave_going_node(replica, now_ns)
+
+    def _leave_going_node(self, replica: Replica, now_ns: int) -> None:
+        """A replica on a node that is about to go gets no new tickets, also before the platform has another one."""
+        by_ns = self._going_nodes.get(replica.announcement.node_id)
+        if by_ns is not None and not replica.fenced:
+            replica.leaves_by_ns = by_ns
+            self._begin_leaving(replica, "is on a node that is about to go, and leaves", now_ns)
 
     def _replica_left(self, event: ReplicaLeft, call_id: CallId, now_ns: int) -> None:
         replica = self.registry.replicas.get(event.replica_id)
@@ -235,8 +256,8 @@ class Membership(Recovery):
         if silent >= self._stale_ns and not replica.stale:
             replica.stale = True
             self.selector.refresh(replica)
-        since = replica.draining_since_ns
-        if since and self._drain_ns is not None and now_ns - since >= self._drain_ns:
+        since, by_ns = replica.draining_since_ns, replica.leaves_by_ns
+        if since and ((by_ns and now_ns >= by_ns) or (self._drain_ns is not None and now_ns - since >= self._drain_ns)):
             for ticket_id in sorted(replica.tickets):
                 live = self.registry.tickets[ticket_id]
                 if live.lost is None:

@@ -48,6 +48,7 @@ class Replica(Tracked):
     occupancy: Occupancy
     ready_ns: int = 0  # its first heartbeat that showed it idle or working; 0: none yet
     draining_since_ns: int = 0
+    leaves_by_ns: int = 0  # what still runs here then is taken elsewhere; 0: it may take its time
     fenced: bool = False
     stale: bool = False
     reserved: int = 0  # blocks of all tickets placed here (decode)

@@ -72,6 +72,8 @@ class ControllerState(Tracked):
         self.frontends: TrackedDict[str, int] = TrackedDict()  # last heard
         self.stalls = Stalls()
         self.counters: TrackedDict[str, float] = TrackedDict()
+        # Nodes that are about to go: when what runs there is taken elsewhere; 0: it may take its time.
+        self._going_nodes: TrackedDict[str, int] = TrackedDict()
         self.mismatches: TrackedDeque[TagMismatch] = TrackedDeque(maxlen=MISMATCHES_KEPT)
         self._issued = 0
         # Of hand-over calls that wait, sorted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from controller_driver import LAYOUT, SECOND, ControllerDriver, spec_of
 
-from actors.controller.events import IncompatibleReplica, Tick
+from actors.controller.events import IncompatibleReplica, NodesDraining, Tick
 from actors.controller.status import audit, status
 from actors.engine.integrity.ledger import COUNTER_BITS, tag_epoch
 from actors.messages import (
@@ -170,6 +170,23 @@ def test_a_replica_that_said_goodbye_is_not_brought_back_by_a_late_heartbeat() -
     assert "d" not in rig.machine.registry.replicas
     rig.decode("d", incarnation=2)
     assert rig.admit().decode == "d"
+
+
+def test_a_node_that_is_about_to_go_gets_nothing_new_and_its_work_moves_before() -> None:
+    rig = ControllerDriver(spec_of(admission={"queue_wait_s": 60}))
+    rig.decode("d1", node_id="x")
+    ticket = rig.admit("r")
+    rig.step(NodesDraining({"x": 30.0}))
+    waiting = rig.ask("late")
+    assert rig.beat("d1").draining and rig.answer(waiting) is None, "also before there is another replica"
+    rig.wait(19, beats=("d1",))
+    assert rig.orders == []
+    rig.wait(2, beats=("d1",))
+    assert [(order.kind, order.ticket_id) for _, order in rig.orders] == [("move", ticket.ticket_id)]
+    rig.decode("d2", node_id="x")
+    assert rig.answer(waiting) is None, "one that joins there late"
+    rig.decode("d3", node_id="y")
+    assert rig.answer(waiting).decode == "d3"
 
 
 def test_leaving_with_work_left_sends_it_elsewhere() -> None:
