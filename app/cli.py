@@ -31,6 +31,12 @@ COMMANDS: dict[str, Command] = {
         "pools, replicas, tickets and bytes of a running service",
         ("--watch", "--url http://host:8000 --audit --json"),
     ),
+    "deploy": Command(
+        "app.commands.deploy",
+        "a topology onto a running Ray cluster; again: a rolling update",
+        ("one-node --dashboard http://HEAD:8265", "models.yaml"),
+    ),
+    "drain": Command("app.commands.drain", "this Ray node is about to go: its replicas leave", ("--seconds 600",)),
     "scale": Command(
         "app.commands.scale",
         "set the size of a pool of a running service by hand",

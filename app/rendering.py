@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from app.placement import DRAIN_S, cpus_asked, deployment_options
+from cluster.models import ModelsSpec
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 
 RAY_VERSION = "2.60.0"
@@ -39,17 +40,36 @@ class Target:
 
 def serve_config(spec: ClusterSpec, target: Target) -> dict[str, Any]:
     """For `serve deploy`, and `serveConfigV2` of a RayService."""
+    return _serve_config(spec, [_application(spec, target.name, target.route_prefix)])
+
+
+def models_config(models: ModelsSpec, topologies: dict[str, ClusterSpec]) -> dict[str, Any]:
+    """Several models' applications, each below its own name, and before them one that leads requests by `model`."""
+    applications = [_application(spec, name, f"/{name}") for name, spec in topologies.items()]
+    named = {spec.model.served_name: name for name, spec in topologies.items()}
+    ingress = {
+        "name": models.name,
+        "route_prefix": "/",
+        "import_path": "app.models:build",
+        "args": {"models": named, "replicas": models.replicas},
+    }
+    return _serve_config(next(iter(topologies.values())), [*applications, ingress])
+
+
+def _serve_config(spec: ClusterSpec, applications: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": spec.frontend.host, "port": spec.frontend.port},
-        "applications": [
-            {
-                "name": target.name,
-                "route_prefix": target.route_prefix,
-                "import_path": "app.main:build",
-                "args": {"config": spec.model_dump(mode="json", exclude_unset=True)},
-            }
-        ],
+        "applications": applications,
+    }
+
+
+def _application(spec: ClusterSpec, name: str, route_prefix: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "route_prefix": route_prefix,
+        "import_path": "app.main:build",
+        "args": {"config": spec.model_dump(mode="json", exclude_unset=True)},
     }
 
 
@@ -215,6 +235,8 @@ def _pod(
     }
     if not head:
         container["readinessProbe"] = _probe(spec.frontend.port, "/-/healthz", failures=3)
+        seconds = str(grace_s(spec) - GRACE_MARGIN_S // 2)
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["pageferry", "drain", "--seconds", seconds]}}}
     pod: dict[str, Any] = {
         "containers": [container],
         "securityContext": {

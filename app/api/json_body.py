@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from starlette.types import Receive
 
 MAX_BODY_BYTES = 64 << 20  # a prompt of a million token ids has 8 MB, an image of 4k x 4k about as much
 MAX_DEPTH = 100  # a JSON schema of forty objects inside each other has 80
@@ -23,6 +24,19 @@ class BadBody(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+async def read(receive: Receive) -> bytes:
+    """The whole body; of one that is too large no more than shows that it is."""
+    body = bytearray()
+    while len(body) <= MAX_BODY_BYTES:
+        message = await receive()
+        if message["type"] != "http.request":
+            break  # disconnected: the server sees it from `receive` again
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    return bytes(body)
 
 
 def parse(body: bytes) -> Any:

@@ -101,7 +101,7 @@ class RequestFilter:
         responder = ErrorRewriter(send, caller, lambda: self._mistake(scope["path"], body))
         try:
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                body = await _read(receive)
+                body = await json_body.read(receive)
                 if refusal := self._refuse_body(body, Headers(scope=scope)):
                     await refusal(scope, receive, responder)
                     return
@@ -238,19 +238,6 @@ class _Connection:
     async def send(self, message: Message) -> None:
         if not self.gone.is_set():
             await self._send(message)
-
-
-async def _read(receive: Receive) -> bytes:
-    """The whole body; of one that is too large no more than shows that it is."""
-    body = bytearray()
-    while len(body) <= json_body.MAX_BODY_BYTES:
-        message = await receive()
-        if message["type"] != "http.request":
-            break  # disconnected: the server sees it from `receive` again
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            break
-    return bytes(body)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

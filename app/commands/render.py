@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from app import rendering
+from cluster.models import ModelsSpec
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 
 
@@ -20,7 +21,9 @@ def parser() -> argparse.ArgumentParser:
         "folder with a RayService and a PodMonitor.",
     )
     make.add_argument("form", choices=["serve", "rayservice", "kustomize"])
-    make.add_argument("config", help="topology file, or a shipped one by name")
+    make.add_argument(
+        "config", help="topology file, or a shipped one by name; `serve`: also a file that names several models"
+    )
     make.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as pools.decode.replicas=2")
     make.add_argument("--name", default="pageferry", help="of the application; default: %(default)s")
     make.add_argument("--route-prefix", default="/")
@@ -34,6 +37,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = parser().parse_intermixed_args(argv)
     try:
+        if ModelsSpec.is_one(args.config):
+            return _models(args)
         spec = ClusterSpec.load(args.config, parse_overrides(args.overrides))
         target = rendering.Target(args.name, args.image, args.route_prefix, args.gpus_per_node, args.memory_gib)
         if args.form == "kustomize":
@@ -42,10 +47,21 @@ def main(argv: list[str]) -> int:
     except SpecError as error:
         print(f"pageferry render: {error}", file=sys.stderr)
         return 2
-    if args.out is None:
+    return _write(text, args.out)
+
+
+def _models(args: argparse.Namespace) -> int:
+    """Of a file that names several models."""
+    if args.form != "serve" or args.overrides:
+        raise SpecError(f"{args.config} names several models: it becomes a Serve config; settings stand in the file")
+    return _write(_yaml(rendering.models_config(*ModelsSpec.load(args.config))), args.out)
+
+
+def _write(text: str, out: Path | None) -> int:
+    if out is None:
         print(text, end="")
     else:
-        args.out.write_text(text)
+        out.write_text(text)
     return 0
 
 
