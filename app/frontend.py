@@ -102,6 +102,7 @@ class Frontend:
             self.client,
             status=self.controller.status,
             audit=self._audit,
+            pages=self.controller.pages,
             health=self._missing,
             scale=self._scale,
             fault=self._fault if spec.faults.kinds else None,

@@ -147,6 +147,10 @@ class Controller:
         self._start()
         return view.audit(self._machine)
 
+    async def pages(self) -> dict[str, Any]:
+        self._start()
+        return view.pages(self._machine)
+
     # -- inside
 
     async def _ask(self, message: Request[Any]) -> Any:

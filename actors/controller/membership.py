@@ -40,6 +40,7 @@ from actors.messages import (
     ReplicaLeft,
     ReplicaStarting,
     Role,
+    TicketId,
 )
 
 FORGET_FENCED_NS = 300 * SECOND
@@ -160,7 +161,8 @@ class Membership(Recovery):
 
     def _check_pages(self, replica: Replica, pages: tuple[PageDelta, ...], now_ns: int) -> None:
         """What the report says of pages, and what has not been reported for too long: logged once, kept for audits."""
-        found = [text for delta in pages for text in replica.book.apply(delta, replica.announcement.blocks_total)]
+        total = replica.announcement.blocks_total
+        found = [text for delta in pages for text in replica.book.apply(delta, total, self._prompt_hash)]
         found += replica.book.look(lambda t: t in self.registry.tickets or self._unclaimed(t, now_ns), now_ns)
         held, tickets = replica.occupancy.blocks_held, replica.tickets
         replica.held_alone_ns = (replica.held_alone_ns or now_ns) if held and not tickets else 0
@@ -171,6 +173,12 @@ class Membership(Recovery):
                 self._add("page_book_violations")
                 self._out.append(Log(f"{replica.id}: {text}", is_error=True))
         replica.page_violations = tuple(found)
+
+    def _prompt_hash(self, ticket_id: TicketId, position: int) -> int:
+        """Of a live ticket's prompt up to the end of its page at `position`, as its frontend said; 0: not known."""
+        live = self.registry.tickets.get(ticket_id)
+        hashes = live.request.prefix_hashes if live is not None else ()
+        return hashes[position] if position < len(hashes) else 0
 
     def _tag_mismatch(self, replica: Replica, thing: ReplicaEvent, now_ns: int) -> None:
         """The engine has ended the request already; here it is counted, and held against what the book knows."""

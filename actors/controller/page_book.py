@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,21 +32,40 @@ class TagMismatch(msgspec.Struct, frozen=True):
         return f"tag mismatch on {self.role} {self.replica}: request {self.request_id}: {self.detail}; {book}"
 
 
+class Page(NamedTuple):
+    """A page that requests own. Sharing is by prefix: all its owners have it at one position, for the same tokens."""
+
+    tag: int
+    owners: int
+    position: int  # at which its first owner has it
+    content: int  # hash of that owner's prompt up to the page's end, from its frontend; 0: not known
+
+
+def _unknown(ticket_id: TicketId, position: int) -> int:
+    return 0
+
+
 class PageBook(Tracked):
     """Pages of one replica by owner, from batched deltas: page id -> tag and number of owners."""
 
-    __slots__ = ("ended", "epoch", "owners", "pages", "suspicions", "tickets")
+    __slots__ = ("ended", "epoch", "owners", "pages", "suspicions", "tickets", "wrongly_shared")
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch  # in the tags of the replica's present life
         self.tickets: TrackedDict[str, TicketId] = TrackedDict()  # of owners, where the report named one
         self.ended: TrackedDict[str, int] = TrackedDict()  # owners whose ticket is over: since when
         self.owners: TrackedDict[str, TrackedDict[int, int]] = TrackedDict()
-        self.pages: TrackedDict[int, tuple[int, int]] = TrackedDict()  # page -> (tag, owners)
+        self.pages: TrackedDict[int, Page] = TrackedDict()
+        self.wrongly_shared: TrackedDict[str, str] = TrackedDict()  # owner -> what is wrong with one of its pages
         self.suspicions = 0  # ever: a page taken under a new tag while another request still owned it under the old one
 
-    def apply(self, delta: PageDelta, blocks_total: int) -> list[str]:
-        """Returns what is wrong with the report, in plain words; it is taken in all the same."""
+    def apply(
+        self, delta: PageDelta, blocks_total: int, content_of: Callable[[TicketId, int], int] = _unknown
+    ) -> list[str]:
+        """Returns what is wrong with the report, in plain words; it is taken in all the same.
+
+        `content_of(ticket, position)`: hash of the ticket's prompt up to the end of that page; 0 where it is not known.
+        """
         if delta.released:
             self._release(delta.request_id)
         if not delta.added:
@@ -58,21 +78,38 @@ class PageBook(Tracked):
             had = owned.get(page)
             if had == tag:
                 continue  # a doubled delta
+            position = len(owned)
             if had is not None:
                 self._drop(page, had)
-            known_tag, owners = self.pages.get(page, (tag, 0))
-            if known_tag != tag:
-                if owners:
-                    self.suspicions += 1
-                    found.append(f"page {page} was taken with tag {tag:#x} while another request owned {known_tag:#x}")
-                owners = 0
+                position = next(at for at, mine in enumerate(owned) if mine == page)
+            known = self.pages.get(page)
+            if known is not None and known.tag != tag:
+                self.suspicions += 1
+                found.append(f"page {page} was taken with tag {tag:#x} while another request owned {known.tag:#x}")
+                known = None
             if not 0 <= page <= blocks_total:
                 found.append(f"page {page} is outside 0 .. {blocks_total}")
             if self.epoch and (tag >> COUNTER_BITS) - self.epoch not in (0, 1):  # 1: its counter has run over
                 found.append(f"page {page} has tag {tag:#x}, of another life of the replica")
             owned[page] = tag
-            self.pages[page] = (tag, owners + 1)
+            content = content_of(delta.ticket_id, position)
+            if known is None:
+                self.pages[page] = Page(tag, 1, position, content)
+                continue
+            self.pages[page] = known._replace(owners=known.owners + 1)
+            if wrong := self._sharing(page, known, position, content):
+                self.wrongly_shared[delta.request_id] = text = f"request {delta.request_id}: {wrong}"
+                found.append(text)
         return found
+
+    @staticmethod
+    def _sharing(page: int, known: Page, position: int, content: int) -> str:
+        """Why this page cannot be shared; "" when it can. The engine's ledger sees a second reference, and no more."""
+        if position != known.position:
+            return f"page {page} is at its position {position}, and at {known.position} of another that owns it"
+        if content and known.content and content != known.content:
+            return f"page {page} holds another prompt's tokens at position {position}"
+        return ""
 
     def look(self, is_live: Callable[[TicketId], bool], now_ns: int) -> list[str]:
         """Owners whose ticket has been over for too long; called at each report."""
@@ -91,17 +128,18 @@ class PageBook(Tracked):
     def _release(self, request_id: str) -> None:
         self.tickets.pop(request_id, None)
         self.ended.pop(request_id, None)
+        self.wrongly_shared.pop(request_id, None)
         for page, tag in self.owners.pop(request_id, {}).items():
             self._drop(page, tag)
 
     def _drop(self, page: int, tag: int) -> None:
-        known_tag, owners = self.pages.get(page, (tag, 0))
-        if known_tag != tag:
+        known = self.pages.get(page)
+        if known is None or known.tag != tag:
             return  # the page has a new life already
-        if owners > 1:
-            self.pages[page] = (tag, owners - 1)
+        if known.owners > 1:
+            self.pages[page] = known._replace(owners=known.owners - 1)
         else:
-            self.pages.pop(page, None)
+            del self.pages[page]
 
     def at(self, request_id: str, position: int) -> tuple[int, int] | None:
         """(page, tag) that the request holds at a position, as far as the reports have come."""
@@ -112,13 +150,14 @@ class PageBook(Tracked):
         counted: dict[int, int] = {}
         for owned in self.owners.values():
             for page, tag in owned.items():
-                if self.pages.get(page, (tag, 0))[0] == tag:
+                if (known := self.pages.get(page)) is None or known.tag == tag:
                     counted[page] = counted.get(page, 0) + 1
         found = [
-            f"{name}: page {page} has {counted.get(page, 0)} owners, the book says {owners}"
-            for page, (_, owners) in self.pages.items()
-            if counted.get(page, 0) != owners
+            f"{name}: page {page} has {counted.get(page, 0)} owners, the book says {known.owners}"
+            for page, known in self.pages.items()
+            if counted.get(page, 0) != known.owners
         ]
+        found += [f"{name}: {text}" for text in self.wrongly_shared.values()]
         found += [
             f"{name}: page {page} is outside 0 .. {blocks_total}"
             for page in self.pages
@@ -128,7 +167,7 @@ class PageBook(Tracked):
             page
             for owned in self.owners.values()
             for page, tag in owned.items()
-            if self.pages.get(page, (0, 0))[0] != tag
+            if (known := self.pages.get(page)) is None or known.tag != tag
         ]
         if taken:
             found.append(f"{name}: pages {taken[:8]} were taken again while a request still owned them")

@@ -204,3 +204,29 @@ def audit(machine: Machine) -> dict[str, Any]:
             for node_id, node in sorted(registry.nodes.items())
         },
     }
+
+
+def pages(machine: Machine) -> dict[str, Any]:
+    """Every replica's pages by owner, as the engines have reported them. Without tags (`integrity.mode: off`) none."""
+    tickets = machine.registry.tickets
+    return {
+        replica.id: {
+            "pool": str(replica.role),
+            "state": replica_state(replica),
+            "blocks_total": replica.occupancy.blocks_total,
+            "blocks_free": replica.occupancy.blocks_free,
+            "blocks_held": replica.occupancy.blocks_held,
+            "blocks_quarantined": replica.occupancy.blocks_quarantined,
+            "shared": sorted(page for page, known in replica.book.pages.items() if known.owners > 1),
+            "owners": [
+                {
+                    "request_id": request_id,
+                    "ticket_id": (ticket_id := replica.book.tickets.get(request_id, 0)),
+                    "ticket_state": str(tickets[ticket_id].state) if ticket_id in tickets else "ended",
+                    "pages": list(owned),
+                }
+                for request_id, owned in replica.book.owners.items()
+            ],
+        }
+        for replica in sorted(machine.registry.replicas.values(), key=lambda each: (each.role, each.id))
+    }

@@ -101,6 +101,7 @@ async def build_server(
     *,
     status: Callable[[], Awaitable[dict[str, Any]]],
     audit: Callable[[], Awaitable[Any]],
+    pages: Callable[[], Awaitable[Any]],
     health: Callable[[], Awaitable[str]],
     scale: SetSize,
     fault: RequestError | None = None,
@@ -118,7 +119,7 @@ async def build_server(
     for base in app.state.openai_serving_models.base_model_paths:
         base.model_path = base.name  # clients see it as a model's `root`; where our files lie is not theirs to know
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop its own HTTP server
-    routes = _routes(status, audit, health)
+    routes = _routes(status, audit, pages, health)
     _add_scale(routes, scale)
     add_page(routes, status)
     if fault is not None:
@@ -141,6 +142,7 @@ def is_loopback(host: str) -> bool:
 def _routes(
     status: Callable[[], Awaitable[dict[str, Any]]],
     audit: Callable[[], Awaitable[Any]],
+    pages: Callable[[], Awaitable[Any]],
     health: Callable[[], Awaitable[str]],
 ) -> FastAPI:
     routes = FastAPI()
@@ -160,6 +162,10 @@ def _routes(
     @routes.get("/status/audit")
     async def get_audit() -> JSONResponse:
         return JSONResponse(await audit())
+
+    @routes.get("/status/pages")
+    async def get_pages() -> JSONResponse:
+        return JSONResponse(await pages())
 
     return routes
 
@@ -207,4 +213,4 @@ def _put_first(app: FastAPI, routes: FastAPI) -> None:
     app.router.routes[:0] = ours
 
 
-OURS = ("/health", "/status", "/status/audit", "/admin/scale", "/faults", *PATHS)
+OURS = ("/health", "/status", "/status/audit", "/status/pages", "/admin/scale", "/faults", *PATHS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 import urllib.error
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.commands.own_http import opener
+from app.commands.page_picture import picture
 from cluster.json_output import print_json
 
 
@@ -30,6 +32,13 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument(
         "--audit", action="store_true", help="check the conservation laws; exit status 1 when one is broken"
     )
+    make.add_argument(
+        "--pages",
+        nargs="?",
+        const="",
+        metavar="REPLICA",
+        help="which request holds which page, as a picture; of one replica (the begin of its id), or of all",
+    )
     return make
 
 
@@ -38,6 +47,8 @@ def main(argv: list[str]) -> int:
     try:
         if args.audit:
             return _audit(fetch(args.url, "/status/audit", args.api_key), args.json)
+        if args.pages is not None:
+            return _pages(fetch(args.url, "/status/pages", args.api_key), args.pages, args.json)
         if args.json:
             print_json(fetch(args.url, "/status", args.api_key))
             return 0
@@ -70,6 +81,20 @@ def _watch(args: argparse.Namespace) -> None:
                 time.sleep(args.every)
         except KeyboardInterrupt:
             return
+
+
+def _pages(found: dict[str, Any], replica: str, as_json: bool) -> int:
+    chosen = {name: each for name, each in found.items() if name.startswith(replica)}
+    if not chosen:
+        there = ", ".join(found) or "none"
+        print(f"pageferry status: no replica's id begins with {replica!r}; there are: {there}", file=sys.stderr)
+        return 1
+    if as_json:
+        print_json(chosen)
+    else:
+        width = max(16, min(128, shutil.get_terminal_size().columns - 10))
+        print("\n\n".join("\n".join(picture(name, each, width)) for name, each in chosen.items()))
+    return 0
 
 
 def _audit(found: dict[str, Any], as_json: bool) -> int:

@@ -133,6 +133,10 @@ class RemoteController:
         answer: dict[str, Any] = await self._call("audit", patience_s=1.0)
         return answer
 
+    async def pages(self) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._call("pages", patience_s=1.0)
+        return answer
+
 
 def _gone(replica_id: ReplicaId, error: RayActorError) -> ReplicaGone:
     """In words that a client may read: Ray's own have addresses and process ids."""

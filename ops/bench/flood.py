@@ -30,11 +30,10 @@ from cluster.spec import ClusterSpec
 from ops.bench import facts, load
 from ops.bench.flood_report import draw, table
 
-FLOOD, FLOOD_TOKENS = 36, 240
-STREAMS, STREAM_TOKENS = 3, 500
+STREAMS, STREAM_TOKENS = 3, 300
 SAMPLE_S = 0.5
 REST_S, MOVE_S = 120.0, 400.0
-PROMPT = "a long story about the sea and the people who live by it, " * 8
+PROMPT = "a long story about the sea and the people who live by it, " * 24
 
 State = dict[str, Any]
 
@@ -61,8 +60,9 @@ def sample(status: State, at_s: float) -> State:
 class Repeat:
     """One flood, from rest to rest."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, number: int) -> None:
-        self.session, self.url, self.model, self.number = session, url, model, number
+    def __init__(self, session: aiohttp.ClientSession, service: Service, args: argparse.Namespace, number: int) -> None:
+        self.session, self.url, self.model = session, service.url, service.spec.model.served_name
+        self.number, self.flood, self.tokens = number, args.flood, args.tokens
         self.samples: list[State] = []
         self.answers: list[load.Answer] = []
         self.began = time.perf_counter()
@@ -72,7 +72,7 @@ class Repeat:
         await self._until(_at_rest, REST_S, "both pools are at rest")
         self.began, self.samples = time.perf_counter(), []
         streams = [asyncio.create_task(self._stream(1_000 + number)) for number in range(STREAMS)]
-        flood = [asyncio.create_task(self._ask(number, FLOOD_TOKENS)) for number in range(FLOOD)]
+        flood = [asyncio.create_task(self._ask(number, self.tokens)) for number in range(self.flood)]
         problems = []
         try:
             await self._until(_is_grown, MOVE_S, "decode has two replicas")
@@ -169,7 +169,7 @@ async def play(service: Service, args: argparse.Namespace, until: float) -> list
         for number in range(done, done + args.repeats):
             if time.monotonic() > until:
                 break
-            repeat = Repeat(session, service.url, service.spec.model.served_name, number)
+            repeat = Repeat(session, service, args, number)
             found.append(await repeat.run() | {"facts": facts.gather([])["machine"], "commit": facts.commit()})
             with args.record.open("a") as lines:
                 lines.write(json.dumps(found[-1]) + "\n")
@@ -185,15 +185,19 @@ def with_service(
     args: argparse.Namespace, work: Callable[[Service, argparse.Namespace, float], Awaitable[Any]]
 ) -> None:
     """Starts the topology as `pageferry serve` does, and ends everything of it."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     until = time.monotonic() + 60.0 * args.minutes
     service = Service(ClusterSpec.load(args.topology, {"frontend.port": _free_port()}), None, _free_port())
     try:
-        service.start()
+        service.start(_end_whole)
         service.wait_healthy(400.0)
         asyncio.run(_await(work(service, args, until)))
     finally:
         service.stop()
+
+
+def _end_whole() -> None:
+    """SIGTERM, which Ray takes for itself, ends the service as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 async def _await(work: Awaitable[Any]) -> Any:
@@ -213,13 +217,16 @@ def parser(description: str) -> argparse.ArgumentParser:
     make.add_argument("--topology", default="local-scale")
     make.add_argument("--record", type=Path, required=True, help="JSON lines, one a repeat")
     make.add_argument("--markdown", type=Path, help="write the table of the whole record to this file")
-    make.add_argument("--plot", type=Path, help="draw the timeline of one repeat to this PNG")
-    make.add_argument("--show", type=int, default=-1, help="which repeat is drawn; default: the last one")
     return make
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser(__doc__.split("\n\n")[0]).parse_args(argv)
+    make = parser(__doc__.split("\n\n")[0])
+    make.add_argument("--flood", type=int, default=28, help="requests at once")
+    make.add_argument("--tokens", type=int, default=120, help="of each answer")
+    make.add_argument("--plot", type=Path, help="draw the timeline of one repeat to this PNG")
+    make.add_argument("--show", type=int, default=-1, help="which repeat is drawn; default: the last one")
+    args = make.parse_args(argv)
     if args.repeats:
         with_service(args, play)
     record = read(args.record)

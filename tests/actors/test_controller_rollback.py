@@ -162,6 +162,7 @@ def every_kind(rig: ControllerDriver, tickets: dict[str, Ticket]) -> dict[str, A
         "ReplicaLeft": ReplicaLeft("d1"),
         "FrontendHeartbeat": FrontendHeartbeat("f", (1, 2), rig.now),
         "FrontendGone": events.FrontendGone("f"),
+        "NodesDraining": events.NodesDraining({"n": 12.0}),
         "Adopt": Adopt("f", (Claim(ticket=claimed, request=old),)),
         "TransferReport": TransferReport(staging, (sealed(admitted), lost)),
         "AdmitRequest": wish,

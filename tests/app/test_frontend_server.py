@@ -76,6 +76,7 @@ class Server:
             self.client,
             status=self._status,
             audit=self._audit,
+            pages=self._audit,
             health=self._health,
             scale=self._scale,
         )

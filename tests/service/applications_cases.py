@@ -5,9 +5,7 @@ Two share nothing; one Serve config, `serve.run` and a handle lead to the same s
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,22 +17,15 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from shared_cluster import actors, free_port, get, wait_gone, wait_healthy
 
 from app.client import Client
-from app.commands.own_http import DIRECT
 from app.commands.serve import Service
 from app.main import build
 from cluster.names import NAMESPACE, controller_actor
 from cluster.spec import ClusterSpec
 
 ASLEEP = {"pools.decode.replicas": 0, "pools.decode.min_replicas": 0}
-GONE_S = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -63,36 +54,6 @@ def ports() -> Iterator[tuple[int, int]]:
 def start(name: str, port: int, **settings: Any) -> None:
     arguments = {"config": "local-scale", **ASLEEP, "model.name": f"model-{name}", "frontend.port": port, **settings}
     serve.run(build(arguments), name=name, route_prefix=f"/{name}")
-
-
-def get(port: int, path: str) -> Any:
-    with DIRECT.open(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
-        return json.load(answer)
-
-
-def wait_healthy(url: str, timeout_s: float = 180.0) -> None:
-    until = time.monotonic() + timeout_s
-    while True:
-        try:
-            with DIRECT.open(f"{url}/health", timeout=10) as answer:
-                if answer.status == 200:
-                    return
-        except OSError as error:
-            assert time.monotonic() < until, error
-        time.sleep(0.5)
-
-
-def actors() -> set[str]:
-    return {
-        found["name"] for found in ray.util.list_named_actors(all_namespaces=True) if found["namespace"] == NAMESPACE
-    }
-
-
-def wait_gone(name: str) -> None:
-    until = time.monotonic() + GONE_S
-    while any(actor.startswith(f"{name}:") for actor in actors()):
-        assert time.monotonic() < until, actors()
-        time.sleep(1.0)
 
 
 def test_a_rendered_serve_config_is_deployed(ports: tuple[int, int], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def _(quiet: Any) -> None:
 
 def here(block: str, service: Service) -> str:
     host = service.url.removeprefix("http://")
-    assert "localhost:8000" in block
+    assert "localhost:8000" in block or "get_app_handle" in block
     return block.replace("localhost:8000", host)
 
 
