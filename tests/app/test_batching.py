@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ class Actor:
         self.mailbox = Mailbox()
         self.polls = 0
         self.broken = False
-        self.answer = lambda message: "ok" if isinstance(message, Ended) else None
+        self.answer: Callable[[Any], Any] = lambda message: "ok" if isinstance(message, Ended) else None
         self.lose_reply = False
 
     @property
