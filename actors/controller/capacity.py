@@ -1,7 +1,8 @@
 """What a request takes and what a replica has left, as one vector. Pure.
 
 Four things run out: KV blocks and sequence slots of a decode replica, staging bytes of a node, and prefill time. The
-choice of a replica, the queue's forecast, `Retry-After` and scaling all take them from here.
+choice of a replica, the queue's forecast, `Retry-After` and scaling all take them from here. The arithmetic of one
+request is `cluster.capacity`, which the planner reads as well.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from enum import StrEnum
 from actors.controller.forecast import SECOND, Forecast, blocks_for, per_sequence, predict_occupancy
 from actors.controller.registry import Registry, Replica
 from actors.messages import AdmitRequest, Role
+from cluster.capacity import staging_bytes
 
 CERTAINTY = 2.0  # standard deviations of expected lengths that are kept free: 2 % chance that a full replica preempts
 PREFILL_AHEAD_NS = 2 * SECOND  # a prefill replica with this much work before it takes no further prompt
@@ -72,7 +74,7 @@ class Demand:
 
     def staging_bytes(self, decode: Replica) -> int:
         ranks = int(decode.announcement.fingerprint.geometry.get("tensor_parallel", 1))
-        return ranks * -(-self.prompt // decode.announcement.block_tokens) * decode.page_bytes
+        return staging_bytes(self.prompt, decode.announcement.block_tokens, decode.page_bytes, ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from actors.controller.journal import Tracked, TrackedDict
 from actors.controller.registry import Replica
 from actors.messages import AdmitRequest
+from cluster import capacity
 
 SECOND = 1_000_000_000
 PRIOR_OUTPUT_TOKENS = 512  # for a request without a useful max_tokens, until answers have been seen
@@ -104,9 +105,7 @@ def per_sequence(request: AdmitRequest, num_tokens: int) -> int:
 def blocks_for(request: AdmitRequest, output_tokens: int, block_tokens: int, sequences: int | None = None) -> int:
     """Blocks of a request at its end: the prompt once, the outputs of every sequence (or of `sequences` at once)."""
     sequences = request.num_sequences if sequences is None else sequences
-    whole = -(-(request.num_prompt_tokens + output_tokens) // block_tokens)
-    further = -(-output_tokens // block_tokens) if sequences > 1 else 0
-    return whole + further * (sequences - 1)
+    return capacity.blocks(request.num_prompt_tokens, output_tokens, block_tokens, sequences)
 
 
 def predict_occupancy(replica: Replica, now_ns: int, ends_ns: int, need: int, growth: float) -> tuple[int, int]:

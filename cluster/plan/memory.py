@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from cluster import capacity
 from cluster.plan.architecture import Architecture
 from cluster.plan.facts import GIB, Gpu, PlanError
 from cluster.plan.formats import WeightFormat, index_row_bytes, kv_row_bytes
@@ -198,9 +199,8 @@ class PoolPlan:
 
     def requests_of(self, context: int) -> int:
         """Requests of `context` tokens resident at once in the pool. vLLM keeps one page of each cache for itself."""
-        pages = -(-context // self.settings.block_tokens)
-        per_rank = max(0, self.blocks - 1) // pages
-        return per_rank * self.settings.parallel.dp * self.settings.replicas
+        each = capacity.blocks(context, 0, self.settings.block_tokens)
+        return max(0, self.blocks - 1) // each * self.settings.parallel.dp * self.settings.replicas
 
     @property
     def max_requests(self) -> int:

@@ -100,7 +100,8 @@ def service_tables(report: dict[str, Any]) -> list[Table]:
     needs.add_row("prefill, one replica", f"{roof['prefill_tok_s']:,.0f} tok/s, {roof['prefill_bound']} bound")
     needs.add_row(
         "decode, one replica full",
-        f"{roof['decode_tok_s']:,.0f} tok/s, {roof['tpot_ms']:.1f} ms a token at {roof['decode_batch']} requests",
+        f"{roof['decode_tok_s']:,.0f} tok/s, {roof['tpot_ms']:.1f} ms a token at {roof['decode_batch']} requests, "
+        f"short of {roof['decode_short_of']}",
     )
     transfer, cost = report["transfer"], report["cost"]
     needs.add_row(

@@ -122,6 +122,7 @@ def service_report(service: ServicePlan) -> dict[str, Any]:
             "prefill_bound": prefill.bound,
             "ttft_ms": round(service.ttft_seconds * 1e3, 2),
             "decode_batch": batch,
+            "decode_short_of": service.decode_short_of,
             "decode_tok_s": round(service.decode_tokens_s, 1),
             "tpot_ms": round(service.tpot_ms, 3),
             "decode_bound": step.bound,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from cluster.capacity import Capacity, of_request, staging_bytes
 from cluster.plan.facts import PlanError
 from cluster.plan.formats import index_row_bytes, kv_row_bytes
 from cluster.plan.memory import PoolPlan
@@ -95,10 +96,29 @@ class ServicePlan:
         return self.work.input_tokens + self.work.output_tokens // 2
 
     @cached_property
+    def request(self) -> Capacity:
+        """What one request takes, as admission counts it."""
+        work, pool = self.work, self.decode.settings
+        page_bytes = self.wire_bytes_token * pool.block_tokens * self._copies // pool.parallel.tp
+        return of_request(
+            work.input_tokens,
+            work.output_tokens,
+            block_tokens=pool.block_tokens,
+            page_bytes=page_bytes,
+            ranks=pool.parallel.tp,
+            computed_tokens=work.computed_tokens,
+            prompt_token_s=self.prefill_cost.seconds / work.computed_tokens,
+        )
+
+    @property
+    def decode_rank(self) -> Capacity:
+        """What a data-parallel rank of a decode replica has. vLLM keeps one page of each cache for itself."""
+        return Capacity(max(0, self.decode.blocks - 1), self.decode.settings.sequences)
+
+    @cached_property
     def decode_batch(self) -> int:
         """Requests a decode replica runs at once: as many as fit at full length, as the step allows, within TPOT."""
-        per_replica = self.decode.requests_of(self.work.tokens) // self.decode.settings.replicas
-        batch = min(per_replica, self.decode.settings.sequences * self.decode.settings.parallel.dp)
+        batch = int(self.decode_rank.requests(self.request)) * self.decode.settings.parallel.dp
         if self.work.tpot_ms is not None and batch:
             low, high = 0, batch
             while low < high:
@@ -107,6 +127,14 @@ class ServicePlan:
                 low, high = (middle, high) if step * 1e3 <= self.work.tpot_ms else (low, middle - 1)
             batch = low
         return batch
+
+    @property
+    def decode_short_of(self) -> str:
+        """What keeps the batch from being larger."""
+        at_most = int(self.decode_rank.requests(self.request)) * self.decode.settings.parallel.dp
+        if self.decode_batch < at_most:
+            return "time a token"
+        return self.decode_rank.scarcest(self.request)
 
     @property
     def decode_tokens_s(self) -> float:
@@ -141,15 +169,18 @@ class ServicePlan:
     def wire_bytes_request(self) -> int:
         """Bytes of one prompt's pages, whole pages, one copy."""
         block = self.decode.settings.block_tokens
-        return self.wire_bytes_token * -(-self.work.input_tokens // block) * block
+        return staging_bytes(self.work.input_tokens, block, self.wire_bytes_token * block, 1)
 
     @property
     def wire_bytes_request_ranks(self) -> int:
         """What all tensor-parallel ranks of a replica fetch together. MLA rows are the same on each, so each fetches
         all of them; GQA ranks share the heads until they outnumber them."""
+        return self.wire_bytes_request * self._copies
+
+    @property
+    def _copies(self) -> int:
         arch, tp = self.decode.arch, self.decode.settings.parallel.tp
-        copies = tp if arch.mla else max(1, tp // arch.kv_heads)
-        return self.wire_bytes_request * copies
+        return tp if arch.mla else max(1, tp // arch.kv_heads)
 
     @property
     def transfer_seconds(self) -> float:

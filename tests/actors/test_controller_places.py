@@ -7,6 +7,7 @@ import pytest
 from controller_driver import ControllerDriver, spec_of
 
 from actors.messages import AdmitRequest, CommandKind, FrontendHeartbeat, Outcome, Role, Ticket
+from cluster.capacity import of_request
 
 
 def reach(rig: ControllerDriver, *replicas: str, frontend: str = "f") -> None:
@@ -48,6 +49,17 @@ def test_a_frontend_that_is_gone_is_forgotten_with_what_it_could_call() -> None:
     reach(rig, "d1")
     rig.wait(7, frontends=())
     assert "f" not in rig.machine.registry.reachable
+
+
+def test_admission_reserves_what_the_planner_counts() -> None:
+    rig = ControllerDriver()
+    rig.decode("d")
+    rig.prefill("p")
+    rig.admit("r", prompt=1000, most=40, num_sequences=3)
+    decode = rig.machine.registry.replicas["d"]
+    wanted = of_request(1000, 40, block_tokens=32, sequences=3, page_bytes=decode.page_bytes)
+    assert (decode.reserved, decode.slots_taken) == (wanted.blocks, wanted.slots)
+    assert rig.machine.registry.staged == {"n": wanted.staging_bytes}
 
 
 # -- a replica to itself

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.capacity import of_request
 from cluster.plan.architecture import architecture
 from cluster.plan.facts import PlanError, gpu, model_config
 from cluster.plan.formats import kv_format, weight_format
@@ -57,6 +58,24 @@ def test_a_token_time_limits_the_batch() -> None:
     assert bound.tpot_ms <= 15.0
     context = (bound.decode_batch + 1) * bound.mean_context
     assert bound.decode_line.decode_step_seconds(bound.decode_batch + 1, context) > 0.015
+
+
+def test_the_batch_ends_where_the_scarcest_of_what_admission_counts_does() -> None:
+    service = glm(input_tokens=8193, output_tokens=500)
+    assert service.request == of_request(
+        8193,
+        500,
+        block_tokens=64,
+        page_bytes=53_940 * 64,
+        ranks=8,
+        computed_tokens=8193,
+        prompt_token_s=service.prefill_cost.seconds / 8193,
+    )
+    assert service.request.blocks == 136 and service.request.staging_bytes == 8 * 129 * 64 * 53_940
+    assert service.decode_batch == (service.decode.blocks - 1) // 136 and service.decode_short_of == "blocks"
+    few = replace(service, decode=pool("glm-5.2", "int4", "fp8", sequences=4))
+    assert (few.decode_batch, few.decode_short_of) == (4, "slots")
+    assert glm(tpot_ms=15.0).decode_short_of == "time a token"
 
 
 def test_a_cached_prefix_saves_compute_but_not_the_hand_over() -> None:
