@@ -42,9 +42,9 @@ from cluster.metrics import Emitter
 from cluster.names import NAMESPACE, controller_actor, transfer_actor
 from cluster.spec import ClusterSpec
 
-TICK_S = 0.1
+TICK_S = 0.25
 EXPORT_S = 2.0
-PING_S = 0.5  # how soon the death of a process is seen; longer with more than PINGS_MAX of them
+PING_S = 1.0  # how soon the death of a process is seen; longer with more than PINGS_MAX of them
 PINGS_MAX = 200
 NODES_S = 2.0
 ALONE_S = 40.0  # neither Serve nor a process of the application heard for this long: it is gone

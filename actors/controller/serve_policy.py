@@ -17,7 +17,7 @@ from cluster.names import NAMESPACE, controller_actor
 
 logger = logging.getLogger("ray.serve")
 
-ASK_EVERY_S = 0.25
+ASK_EVERY_S = 1.0
 FIND_EVERY_S = 1.0
 ANSWER_S = 5.0  # a question older than this is forgotten: the controller hangs or has ended
 

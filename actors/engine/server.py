@@ -44,6 +44,8 @@ from kernels.layout import PageLayout
 logger = logging.getLogger("pageferry.replica")
 
 HEARTBEAT_EVERY_S = 0.5
+IDLE_BEATS = 3  # without anything to say; from then on a beat comes less often, until something happens
+IDLE_EVERY_S = 2.0
 PAGES_A_BEAT = 8192  # taken pages that one heartbeat tells of at most; about 150 KiB
 CONDEMNED_REMEMBERED = 256
 UTILITY_TIMEOUT_S = 1.0
@@ -82,6 +84,7 @@ class EngineServer:
         self._failure: str = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._errands: set[asyncio.Task[None]] = set()
+        self._woken = asyncio.Event()
         self._start_engine(socket_path)
 
     def _start_engine(self, socket_path: str) -> None:
@@ -243,6 +246,7 @@ class EngineServer:
 
     def _event(self, kind: ReplicaEventKind, live: InFlight | None = None, request_id: str = "", **more: Any) -> None:
         ticket_id = live.ticket.ticket_id if live else 0
+        self._woken.set()
         self._events.append(ReplicaEvent(kind=kind, ticket_id=ticket_id, request_id=request_id, **more))
 
     async def _heartbeat_loop(self) -> None:
@@ -250,8 +254,15 @@ class EngineServer:
         watch = EngineWatch(int(admission.fence_after_s * 1e9), int(admission.hung_after_s * 1e9))
         pending: asyncio.Task[Any] | None = None
         asked_ns = 0
+        idle_s = min(IDLE_EVERY_S, admission.stale_after_s / 3)
+        idle_beats = 0
         while True:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
+            idle_beats = 0 if self._live or self._events or self._tell_all_pages else idle_beats + 1
+            if idle_beats > IDLE_BEATS and idle_s > HEARTBEAT_EVERY_S:
+                self._woken.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), idle_s - HEARTBEAT_EVERY_S)
             # The engine answers between steps; a long step keeps the last answer, and its processes prove their lives.
             if pending is None:
                 asked_ns = time.monotonic_ns()

