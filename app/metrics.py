@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cluster.metrics import FRONTEND, TENANT, Emitter
+from cluster.metrics import FRONTEND, GAP_BOUNDS, TENANT, Emitter
 
 TENANTS_MAX = 50  # labels; whoever comes after them in the configuration is counted as OTHER
 OTHER = "other"
@@ -28,6 +28,14 @@ class FrontendMetrics(Emitter):
         self.count("pageferry_tenant_requests_total", tenant=label, outcome=outcome)
         self.count("pageferry_tenant_prompt_tokens_total", num_prompt_tokens, tenant=label)
         self.count("pageferry_tenant_output_tokens_total", num_output_tokens, tenant=label)
+
+    def token_gaps(self, at: str, counts: Sequence[int], seconds: float) -> None:
+        """`counts`: how many gaps were at most as long as each of `GAP_BOUNDS`, and longer than the one before."""
+        total = 0
+        for bound, count in zip(GAP_BOUNDS, counts, strict=True):
+            total += count
+            self.count("pageferry_token_gaps_total", total, at=at, le=bound)
+        self.count("pageferry_token_gap_seconds_total", seconds, at=at)
 
 
 class Discard:

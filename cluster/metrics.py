@@ -22,11 +22,15 @@ Values = Sequence[str] | None  # None: open, such as a replica's name
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 
+GAP_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+GAP_BOUNDS = (*(str(bound) for bound in GAP_SECONDS), "+Inf")
+
 POOLS = ("prefill", "decode")
 OUTCOMES = ("done", "cancelled", "failed")
 VERDICTS = ("ok", "mismatch", "missing", "stale", "wrong_layout")
 LIVE_STATES = ("admitted", "prefilling", "sealed", "moving", "verified", "recomputing", "decoding")
 ENGINE_LOSSES = ("died", "hung", "silent")
+GAPS_AT = ("engine", "frontend", "socket")
 PHASES = ("admit", "prefill", "prefill_replica", "hand_over", "submit")
 
 
@@ -91,6 +95,15 @@ FRONTEND = (
         phase=(*PHASES, "first_token"),
     ),
     histogram("loop_stall", "Times for which the frontend's event loop stood still, from 0.05 s on", SECONDS),
+    counter(
+        "token_gaps",
+        "Gaps between the tokens of a stream, by where they are seen: engine (its steps, on its own clock), frontend "
+        "(tokens of the request arrive), socket (events of the HTTP stream leave). Cumulative by `le`, in seconds, as "
+        "a histogram's buckets, but exact and there from the start",
+        at=GAPS_AT,
+        le=GAP_BOUNDS,
+    ),
+    counter("token_gap_seconds", "Sum of those gaps in seconds, exact", at=GAPS_AT),
     counter("replicas_lost", "Times a request lost its replica, by role", role=POOLS),
     counter("resumed", "Streams continued on another decode replica"),
     counter(

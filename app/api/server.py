@@ -31,6 +31,7 @@ from app.api.page import PATHS, add_page
 from app.api.request_models import RequestModels
 from app.request.core_client import FerryCoreClient
 from app.request.many_engines import for_many_engines
+from app.token_gaps import SocketGaps
 from cluster.spec import ClusterSpec, SpecError
 
 RequestError = Callable[[str, str, int, float], Awaitable[Any]]
@@ -125,7 +126,8 @@ async def build_server(
     if fault is not None:
         _add_faults(routes, fault)
     _put_first(app, routes)
-    return RequestFilter(app, access(spec), RequestModels(app).blame), app, llm
+    guarded = RequestFilter(app, access(spec), RequestModels(app).blame)
+    return SocketGaps(guarded, client.metrics), app, llm
 
 
 def access(spec: ClusterSpec) -> Access:

@@ -75,7 +75,7 @@ class FerryCoreClient:
         self.supported_tasks: tuple[Any, ...] | None = None  # None: an engine has to be asked
         self._lora_numbers: dict[int, int] = {}  # this frontend's own -> the one that engines know
         self.streams = DecodeStreams(decode, self._outputs.put_nowait, self._expected, num_engines)
-        metrics = metrics or FrontendMetrics(Discard)
+        self.metrics = metrics = metrics or FrontendMetrics(Discard)
         self._collaborators = Collaborators(controller, prefill, decode, self.streams, metrics, self._ended)
 
     # -- requests

@@ -21,8 +21,8 @@ LEAVING_REMEMBERED = 256
 
 
 class Receiver(Protocol):
-    def accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """The output as vLLM's output processor should see it; None swallows it."""
+    def accept(self, output: EngineCoreOutput, step_s: float) -> EngineCoreOutput | None:
+        """The output as vLLM's output processor should see it; None swallows it. `step_s`: on the engine's clock."""
         ...
 
     def decode_lost(self, replica_id: ReplicaId, reason: str, died: bool = False) -> None: ...
@@ -113,13 +113,14 @@ class DecodeStream:
         outputs = self._decoder.decode(frames)
         # The engine's clock is another machine's; shifting keeps its intervals and makes them comparable here.
         now = time.monotonic()
-        shift = now - outputs.timestamp
+        step_s = outputs.timestamp
+        shift = now - step_s
         kept = []
         for output in outputs.outputs:
             receiver = to or self._receivers.get(output.request_id)
             if receiver is None:
                 continue
-            accepted = receiver.accept(output)
+            accepted = receiver.accept(output, step_s)
             if accepted is None:
                 continue
             for event in accepted.events or ():

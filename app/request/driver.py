@@ -126,7 +126,7 @@ class RequestDriver:
             self._unregister()  # a token that leaves after it was counted here would be computed twice
         self.tell(state.DecodeLost(replica_id, reason, len(self.tokens), died))
 
-    def accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+    def accept(self, output: EngineCoreOutput, step_s: float) -> EngineCoreOutput | None:
         """Called by the stream for every output of the current submission."""
         if output.finish_reason is FinishReason.ABORT:
             # Not by our wish, or we would not listen any more: the controller had the replica drop it.
@@ -148,6 +148,8 @@ class RequestDriver:
             self._unregister()
             self.tell(state.Broken(str(error)))
             return None
+        if taken is not None and taken.new_token_ids:
+            self.record.tokens(len(taken.new_token_ids), step_s)
         if first and self.tokens:
             self.record.first_token(self.emitted.first_token - self.emitted.began)
         if output.finish_reason is not None:
@@ -336,6 +338,7 @@ class RequestDriver:
         self._engine_finished = False
         self._submissions += 1
         self._engine_id = self.request_id if self._submissions == 1 else f"{self.request_id}~{self._submissions}"
+        self.record.new_engine()
         self.emitted.new_engine(replays=self._state.recovery is state.Recovery.REPLAY)
         self._stream = self._with.streams.to(replica)
         self._stream.register(self._engine_id, self)

@@ -13,6 +13,7 @@ from typing import Any
 from actors.messages import Outcome, Role, Ticket
 from app.metrics import FrontendMetrics
 from app.request.state import PAGE_INTEGRITY_ERROR, End
+from app.token_gaps import TokenGaps
 
 logger = logging.getLogger("pageferry.request")
 
@@ -31,6 +32,7 @@ class RequestRecord:
         self._phases: dict[str, float] = {}
         self._replicas: list[str] = []
         self._resumed = 0
+        self._gaps, self._engine_gaps = TokenGaps(metrics, "frontend"), TokenGaps(metrics, "engine")
 
     def phase(self, name: str, seconds: float) -> None:
         """`name`: one of `cluster.metrics.PHASES`."""
@@ -42,6 +44,14 @@ class RequestRecord:
         self._phases["first_token"] = seconds
         self._metrics.observe("pageferry_ttft_seconds", seconds)
         self._metrics.count("pageferry_phase_seconds_total", seconds, phase="first_token")
+
+    def tokens(self, count: int, step_s: float) -> None:
+        """So many have come for the client, out of a step that ended at `step_s` on the engine's clock."""
+        self._gaps.token(time.monotonic(), count)
+        self._engine_gaps.token(step_s, count)
+
+    def new_engine(self) -> None:
+        self._engine_gaps.other_clock()
 
     def placed(self, ticket: Ticket) -> None:
         """It has a ticket, or a new attempt of it."""
@@ -66,6 +76,8 @@ class RequestRecord:
 
     def ended(self, end: End, num_output_tokens: int, token_gap_s: float | None) -> None:
         outcome, fault = end.outcome, end.fault
+        self._gaps.emit()
+        self._engine_gaps.emit()
         if token_gap_s is not None:
             self._metrics.observe("pageferry_tpot_seconds", token_gap_s)
         if fault is not None and fault.retry_after_s > 0:

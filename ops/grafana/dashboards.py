@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster.metrics import GAPS_AT
 from ops.grafana.panels import Dashboard, Panel, Query
 
 R = "$__rate_interval"
@@ -24,6 +25,11 @@ def quantile(share: float, metric: str, by: str = "") -> str:
     labels = f"le, {by}" if by else "le"
     """Nothing instead of NaN while nothing was observed."""
     return f"histogram_quantile({share}, sum by ({labels}) (rate(ray_pageferry_{metric}_bucket{{$A}}[{R}]))) >= 0"
+
+
+def gap(share: float, at: str) -> str:
+    """The counters of gaps have a histogram's `le`."""
+    return f'histogram_quantile({share}, sum by (le) (rate(ray_pageferry_token_gaps_total{{$A, at="{at}"}}[{R}]))) >= 0'
 
 
 def ratio(part: str, whole: str) -> str:
@@ -83,6 +89,12 @@ FLEET = Dashboard(
             "Time per token",
             [Query(quantile(q, "tpot_seconds"), f"p{q * 100:.0f}") for q in (0.5, 0.95, 0.99)],
             "Mean of a request, after its first token",
+            "s",
+        ),
+        Panel(
+            "Gaps between tokens, p99",
+            [Query(gap(0.99, at), at) for at in GAPS_AT],
+            "At the engine's steps, in the frontend, at the socket: where they part, tokens wait",
             "s",
         ),
         Panel(
