@@ -71,6 +71,7 @@ class _Place:
             "get_transfer": get_transfer,
             "socket_path": place["socket"],
             "get_controller": self.controller,
+            "host": ray.util.get_node_ip_address(),
         }
 
 

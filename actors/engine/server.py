@@ -1,9 +1,10 @@
 """One vLLM engine and its place in the cluster, without Ray: `replica.py` makes Serve deployments of its two kinds.
 
 It holds vLLM's own engine core client and relays: requests in, `EngineCoreOutputs` out, one message a step and
-frontend. It decides nothing about tickets; it turns them into orders for its engine, and tells the controller what
-happened. `transfer` and `controller` are handles whose methods are called as `handle.method.remote(...)` and awaited:
-Ray actors in the service, plain objects behind `ops.engine_pair.LocalHandle` where engines run without a cluster.
+frontend, over a socket to each frontend (`frontend_links.py`). It decides nothing about tickets; it turns them into
+orders for its engine, and tells the controller what happened. `transfer` and `controller` are handles whose methods are
+called as `handle.method.remote(...)` and awaited: Ray actors in the service, plain objects behind
+`ops.engine_pair.LocalHandle` where engines run without a cluster.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from actors.engine import engine_shm
 from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
 from actors.engine.engine_counters import EngineCounters
+from actors.engine.frontend_links import FrontendLinks
 from actors.engine.in_flight import EngineDied, InFlight, ReplicaError, Totals
 from actors.engine.transfer_client import TransferClient
 from actors.engine.watch import EngineWatch, LifeFile, Progress
+from actors.link import Address
 from actors.messages import (
     PAGE_INTEGRITY,
     Announcement,
@@ -64,6 +67,7 @@ class EngineServer:
         get_transfer: Callable[[], Any],
         socket_path: str,
         get_controller: Callable[[], Any],
+        host: str = "127.0.0.1",
     ) -> None:
         self.spec = spec
         self.pool = pool_of(spec, self.role)
@@ -82,6 +86,8 @@ class EngineServer:
         self._totals = Totals()
         self._engine = EngineCounters()
         self._failure: str = ""
+        self._failed = asyncio.Event()
+        self.links = FrontendLinks(self, host, sends_outputs=self.role is Role.DECODE)
         self._tasks: list[asyncio.Task[None]] = []
         self._errands: set[asyncio.Task[None]] = set()
         self._woken = asyncio.Event()
@@ -135,6 +141,20 @@ class EngineServer:
     async def check_health(self) -> None:
         """Called by Serve; raising makes it replace the replica."""
         await self.start()
+
+    async def link(self, frontend_id: str) -> AsyncGenerator[Address, None]:
+        """Where this frontend's socket goes; the socket ends with this stream.
+
+        Serve lets a replica that is leaving go when nobody has such a stream any more.
+        """
+        await self.start()
+        address = await self.links.invite(frontend_id)
+        try:
+            yield address
+            await self._failed.wait()
+            raise ReplicaError(self._failure)
+        finally:
+            self.links.end(address.invitation)
 
     def announcement(self) -> Announcement:
         cache = self.config.cache_config
@@ -227,6 +247,7 @@ class EngineServer:
         if self._failure:
             return
         self._failure = reason
+        self._failed.set()
         logger.error("%s", reason)
         for live in self._live.values():
             if live.done is not None and not live.done.done():
@@ -419,5 +440,6 @@ class EngineServer:
         for task in self._tasks:
             task.cancel()
         self._tasks = []
+        self.links.close()
         self.core.shutdown()
         engine_shm.sweep()  # of processes that had to be killed

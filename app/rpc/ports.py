@@ -18,6 +18,7 @@ class ReplicaGone(Exception):
         super().__init__(f"replica {replica_id} is gone: {why}")
         self.replica_id = replica_id
         self.died = died
+        self.why = why
 
 
 class ControllerGone(Exception):

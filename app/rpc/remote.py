@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextvars import Context
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayActorError, RayTaskError
 
+from actors import link
 from actors.controller.events import StepFailed
 from actors.messages import (
     AdmitRequest,
@@ -27,6 +28,7 @@ from actors.messages import (
 )
 from app.rpc import directory
 from app.rpc.ports import ControllerGone, ReplicaGone
+from app.rpc.replica_link import ReplicaLink
 
 logger = logging.getLogger("pageferry.frontend")
 
@@ -151,6 +153,7 @@ class _Pool:
         self._handle = handle
         self._frontend_id = frontend_id
         self._named: dict[tuple[str, ReplicaId, bool], Any] = {}
+        self._links: dict[ReplicaId, ReplicaLink] = {}
 
     def _method(self, name: str, replica_id: ReplicaId, stream: bool = False) -> Any:
         key = (name, replica_id, stream)
@@ -181,6 +184,27 @@ class _Pool:
     def name(self) -> str:
         return str(self._handle.deployment_name)
 
+    async def _open(self, replica_id: ReplicaId) -> ReplicaLink:
+        """A new link. Raises `ReplicaGone`."""
+        made = ReplicaLink(replica_id, self._ended)
+        await made.open(self._presence(replica_id))
+        self._links[replica_id] = made
+        return made
+
+    def _ended(self, ended: ReplicaLink) -> None:
+        if self._links.get(ended.replica_id) is ended:
+            del self._links[ended.replica_id]
+
+    async def _presence(self, replica_id: ReplicaId) -> AsyncGenerator[link.Address, None]:
+        method = self._method("link", replica_id, stream=True)
+        await directory.wait_until_known(self.name, replica_id, APPEAR_S)
+        response = Context().run(method.remote, self._frontend_id)
+        try:
+            async for address in response:
+                yield address
+        finally:
+            response.cancel()
+
     async def utility(self, method: str, args: list[Any]) -> list[Any]:
         live = sorted(directory.live(self.name))
         async with asyncio.timeout(ASK_S):
@@ -202,31 +226,68 @@ class _Pool:
 
 
 class RemotePrefill(_Pool):
+    """One link to each replica, opened by the first call to it."""
+
+    def __init__(self, handle: Any, frontend_id: str) -> None:
+        super().__init__(handle, frontend_id)
+        self._opening: dict[ReplicaId, asyncio.Task[ReplicaLink]] = {}
+        self._loop = asyncio.get_running_loop()
+        directory.watch(self._changed)
+
     async def prefill(self, replica_id: ReplicaId, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
+        found = self._links.get(replica_id) or await self._opened(replica_id)
         try:
-            done: PrefillDone = await self._call("prefill", replica_id, ticket, frames)
-        except TaskCancelledError as error:
-            raise ReplicaGone(replica_id, "it dropped the prefill") from error
+            done = await found.call(lambda call_id: link.Prefill(call_id, ticket, frames))
+        finally:
+            self._leave(found)
+        assert done is not None
         return done
+
+    async def _opened(self, replica_id: ReplicaId) -> ReplicaLink:
+        task = self._opening.get(replica_id)
+        if task is None:
+            task = self._opening[replica_id] = self._loop.create_task(self._open(replica_id), context=Context())
+            task.add_done_callback(lambda _: self._opening.pop(replica_id, None))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have left
+        return await asyncio.shield(task)
+
+    def _changed(self, deployment: str, live: frozenset[str], left: frozenset[str]) -> None:
+        """Called from the thread of Serve's router."""
+        if deployment == self.name and left:
+            self._loop.call_soon_threadsafe(self._left, left)
+
+    def _left(self, left: frozenset[str]) -> None:
+        for found in list(self._links.values()):
+            if found.replica_id in left:
+                self._leave(found)
+
+    def _leave(self, found: ReplicaLink) -> None:
+        """The link keeps a replica that Serve wants to end: it goes with its last call."""
+        if not found.busy and found.replica_id not in directory.live(self.name):
+            found.end("the replica is leaving and this frontend has nothing there")
 
 
 class RemoteDecode(_Pool):
     async def submit(
         self, replica_id: ReplicaId, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None
     ) -> None:
-        await self._call("submit", replica_id, self._frontend_id, frames, ticket, hand_over)
+        """Needs the stream of `outputs` to stand."""
+        await self._link(replica_id).call(lambda call_id: link.Submit(call_id, ticket, hand_over, frames))
 
     async def abort(self, replica_id: ReplicaId, engine_ids: list[str]) -> None:
-        await self._call("abort", replica_id, self._frontend_id, engine_ids)
+        await self._link(replica_id).call(lambda call_id: link.Abort(call_id, engine_ids))
+
+    def _link(self, replica_id: ReplicaId) -> ReplicaLink:
+        if (found := self._links.get(replica_id)) is None:
+            raise ReplicaGone(replica_id, "it has no connection, and so nothing of this frontend")
+        return found
 
     async def outputs(self, replica_id: ReplicaId) -> AsyncIterator[list[bytes]]:
-        method = self._method("outputs", replica_id, stream=True)
-        await directory.wait_until_known(self.name, replica_id, APPEAR_S)
-        response = method.remote(self._frontend_id)
+        found = await self._open(replica_id)
         try:
-            async for frames in response:
+            yield []  # the stream stands
+            while (frames := await found.outputs.get()) is not None:
                 yield frames
-        except RayActorError as error:
-            raise _gone(replica_id, error) from error
+            raise ReplicaGone(replica_id, found.reason)
         finally:
-            response.cancel()
+            found.end("this frontend has nothing there any more")
