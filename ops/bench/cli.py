@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--rounds", type=int, default=None, help="default: 3 (1 with --quick)")
     load.add_argument("--prompt-tokens", type=int, default=None, help="default: 256; 1000 with --overhead")
     load.add_argument("--output-tokens", type=int, default=32)
+    load.add_argument("--requests-a-slot", type=int, default=2, help="requests a wave for each one that runs at once")
     load.add_argument("--pairs", type=int, default=None, help="with --overhead; default: 30 (10 with --quick)")
     pages = make.add_argument_group("ferry")
     pages.add_argument("--pages", default=None, help="page counts; default: 1,4,16,64,256,1024")
@@ -163,6 +164,8 @@ def _systems(args: argparse.Namespace, argv: list[str], spec: ClusterSpec) -> in
         concurrencies=numbers("concurrency", args.concurrency, default),
         prompt_tokens=args.prompt_tokens or 256,
         output_tokens=args.output_tokens,
+        requests_min=3 * args.requests_a_slot,
+        requests_per_slot=args.requests_a_slot,
         seed=args.seed,
     )
     chosen = _choose(args, spec, args.systems.split(","))

@@ -33,7 +33,7 @@ class Plan:
     prompt_tokens: int = 256
     output_tokens: int = 32
     requests_min: int = 6
-    requests_per_slot: int = 2
+    requests_per_slot: int = 2  # of the concurrency
     seed: int = 1
 
     def num_requests(self, concurrency: int) -> int:

@@ -40,12 +40,25 @@ def _tpot(wave: Wave) -> list[float]:
     return [answer.tpot_s for answer in wave.answers]
 
 
+def _gaps(wave: Wave) -> list[float]:
+    return [gap for answer in wave.answers for gap in answer.gaps_s]
+
+
+def _events_a_read(wave: Wave) -> list[float]:
+    return [answer.num_events / answer.num_reads for answer in wave.answers if answer.num_reads]
+
+
 FIGURES = (
     Figure("tokens_per_s", "tok/s", "", 1.0, 1, True, _speed, stats.p50),
     Figure("ttft_p50", "TTFT p50", "ms", 1e3, 0, False, _ttft, stats.p50),
     Figure("ttft_p95", "TTFT p95", "ms", 1e3, 0, False, _ttft, stats.p95),
+    Figure("ttft_p99", "TTFT p99", "ms", 1e3, 0, False, _ttft, stats.p99),
     Figure("tpot_p50", "TPOT p50", "ms", 1e3, 1, False, _tpot, stats.p50),
-    Figure("tpot_p95", "TPOT p95", "ms", 1e3, 1, False, _tpot, stats.p95),
+    Figure("gap_p50", "gap p50", "ms", 1e3, 1, False, _gaps, stats.p50),
+    Figure("gap_p95", "gap p95", "ms", 1e3, 1, False, _gaps, stats.p95),
+    Figure("gap_p99", "gap p99", "ms", 1e3, 1, False, _gaps, stats.p99),
+    Figure("gap_max", "gap max", "ms", 1e3, 0, False, _gaps, max),
+    Figure("events_a_read", "events a read", "", 1.0, 2, False, _events_a_read, stats.mean),
 )
 
 
@@ -124,7 +137,7 @@ def table(figures: dict[str, Any], titles: dict[str, str]) -> str:
         lines.append(f"| {row['concurrency']} | {row['a']} / {row['b']} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Ratios: tok/s above 1 is faster; TTFT and TPOT below 1 is faster. Brackets: 95 % interval, Student's t on the "
+        "Ratios: tok/s above 1 is faster; all else below 1 is better. Brackets: 95 % interval, Student's t on the "
         f"log ratios of {figures['ratios'][0][FIGURES[0].key].num} rounds.",
     ]
     lines += ["", "| system | answers after s | memory GiB | idle cores | others used at most, cores |"]

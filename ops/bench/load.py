@@ -29,6 +29,8 @@ class Answer:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_events: int = 0
+    num_reads: int = 0  # of the socket, that brought a token
+    token_s: list[float] = field(default_factory=list)  # when each token was read, since the request was sent
     done_seen: bool = False
     start_s: float = 0.0
     ttft_s: float = 0.0
@@ -42,6 +44,11 @@ class Answer:
     @property
     def tpot_s(self) -> float:
         return (self.end_s - self.start_s - self.ttft_s) / max(1, self.num_output_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Time between each token and the one before; 0 for tokens of one event or one read."""
+        return [later - earlier for earlier, later in zip(self.token_s, self.token_s[1:])]
 
 
 @dataclass(slots=True)
@@ -116,8 +123,10 @@ def _take(answer: Answer, now: float, data: str) -> None:
             continue
         if not answer.ttft_s:
             answer.ttft_s = now - answer.start_s
+        answer.num_reads += now != answer.end_s
         answer.end_s = now
         answer.num_events += 1
+        answer.token_s += [now - answer.start_s] * len(choice.get("token_ids") or ())
         answer.text += text
         answer.finish_reason = reason or answer.finish_reason
 

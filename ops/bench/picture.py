@@ -10,7 +10,7 @@ COLOURS = ("#4c72b0", "#8c8c8c", "#dd8452", "#55a868", "#c44e52")
 PANELS = (
     ("tokens_per_s", "output tokens a second", 1.0),
     ("ttft_p50", "TTFT p50, ms", 1e3),
-    ("tpot_p50", "TPOT p50, ms", 1e3),
+    ("gap_p99", "gap between tokens, p99, ms", 1e3),
 )
 
 

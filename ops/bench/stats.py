@@ -58,6 +58,14 @@ def p95(values: Sequence[float]) -> float:
     return quantile(values, 0.95)
 
 
+def p99(values: Sequence[float]) -> float:
+    return quantile(values, 0.99)
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values)
+
+
 class NotPositive(ValueError):
     """A ratio of nothing, such as the time between tokens that all came in one piece."""
 

@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 
 from actors.engine.config import CPU_EXECUTOR, KEEP_FREED_MEMORY, QUEUE_BUSY_LOOP, QUEUE_BUSY_LOOP_S
+from app.commands.serve import free_port, use_haproxy_wrapper
 from app.processes import end_marked, marked
 from cluster.spec import ClusterSpec, PoolSpec
 from ops.bench import peers
@@ -128,6 +129,17 @@ def plain_vllm(spec: ClusterSpec, port: int, kv_dtype: str, threads: int) -> Sys
     )
 
 
+def _quick_proxy() -> dict[str, str]:
+    """HAProxy in front of Serve, as our own service has it."""
+    environment = {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+    }
+    use_haproxy_wrapper(environment)
+    return environment
+
+
 def ray_llm(spec: ClusterSpec, port: int, kv_dtype: str, threads: int) -> SystemSpec:
     pools = {"prefill": spec.pools.prefill, "decode": spec.pools.decode}
     short = "fp8" if kv_dtype.startswith("fp8") else "bf16"
@@ -137,14 +149,18 @@ def ray_llm(spec: ClusterSpec, port: int, kv_dtype: str, threads: int) -> System
         "port": port,
         "temp_dir": "",
         "engine": {},
-        "engine_by_role": {role: engine_settings(spec, pool, kv_dtype) for role, pool in pools.items()},
+        "engine_by_role": {
+            role: engine_settings(spec, pool, kv_dtype)
+            | {"worker_extension_cls": "ops.bench.peer_worker.NoProgressThread"}
+            for role, pool in pools.items()
+        },
         "kv": {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"},
     }
     return SystemSpec(
         name=f"ray-pd-{short}",
         title=f"ray.serve.llm prefill/decode, NIXL, {short.upper()} KV",
         argv=[sys.executable, str(Path(__file__).with_name("peer_ray_llm.py")), json.dumps(settings)],
-        environment=engine_environment(spec.pools.decode, threads),
+        environment=engine_environment(spec.pools.decode, threads) | _quick_proxy(),
         port=port,
         model=spec.model.served_name,
         overlay=peers.RAY_LLM,
@@ -165,6 +181,15 @@ def ours(spec: ClusterSpec, config: str, overrides: Sequence[str], port: int, th
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """CPU seconds (user and system) of a process since its start, and how often its threads went to sleep."""
+
+    command: str
+    cpu_s: float
+    switches: int
+
+
 @dataclass(slots=True)
 class Running:
     """A system as an async context: started and ready inside, gone with all its processes after."""
@@ -183,7 +208,7 @@ class Running:
         environment.pop("RAY_ADDRESS", None)
         if self.spec.overlay:
             overlay = peers.ensure(self.spec.overlay, self.say)
-            environment["PYTHONPATH"] = str(overlay)
+            environment["PYTHONPATH"] = f"{overlay}{os.pathsep}{ROOT}"
         self._temp_dir = Path(tempfile.mkdtemp(prefix="pfb-", dir="/tmp"))
         argv = [part.replace('"temp_dir": ""', f'"temp_dir": "{self._temp_dir}"') for part in self.spec.argv]
         began = time.monotonic()
@@ -244,16 +269,29 @@ class Running:
             total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
         return total / (1 << 20)
 
-    def cpu_seconds(self) -> float:
-        """CPU time of all processes that live now, for a look at what a system costs when idle."""
-        ticks = 0
+    def usage(self) -> dict[int, Usage]:
+        """What each process that lives now has used so far, by process id."""
+        found = {}
         for pid in marked(self._mark, MARK):
             try:
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                folder = Path(f"/proc/{pid}")
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                switches = sum(
+                    int(line.split()[1])
+                    for thread in (folder / "task").iterdir()
+                    for line in (thread / "status").read_text().splitlines()
+                    if line.startswith("voluntary_ctxt_switches")
+                )
             except OSError:
                 continue
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+            ticks = int(fields[11]) + int(fields[12])
+            found[pid] = Usage(command, ticks / os.sysconf("SC_CLK_TCK"), switches)
+        return found
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all processes that live now, for a look at what a system costs when idle."""
+        return sum(use.cpu_s for use in self.usage().values())
 
     def command_lines(self) -> list[list[str]]:
         """The command lines of all processes that live now."""

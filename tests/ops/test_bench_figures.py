@@ -47,7 +47,16 @@ def test_a_length_that_cannot_be_is_refused(tokenizer: Any) -> None:
 def wave(concurrency: int, speed: float) -> Wave:
     """`speed` tokens a second and a request, 11 tokens each, the first after one token's time."""
     each = [
-        Answer(i, num_output_tokens=11, start_s=1.0, ttft_s=1 / speed, end_s=1.0 + 11 / speed)
+        Answer(
+            i,
+            num_output_tokens=11,
+            num_events=11,
+            num_reads=11,
+            start_s=1.0,
+            ttft_s=1 / speed,
+            end_s=1.0 + 11 / speed,
+            token_s=[token / speed for token in range(1, 12)],
+        )
         for i in range(concurrency * 2)
     ]
     return Wave(concurrency, 2 * 11 / speed, each)
@@ -70,7 +79,7 @@ def test_figures_and_ratios(tmp_path: Path) -> None:
     made = figures.build(visits(), list(TITLES), (1, 4))
     own = made["systems"]["pageferry"]["concurrency"]["4"]
     assert own["tokens_per_s"] == {"median": pytest.approx(32.0), "min": pytest.approx(16.0), "max": pytest.approx(64)}
-    assert own["ttft_p50"]["median"] == pytest.approx(1 / 8) and own["tpot_p95"]["median"] == pytest.approx(1 / 8)
+    assert own["ttft_p50"]["median"] == pytest.approx(1 / 8) and own["tpot_p50"]["median"] == pytest.approx(1 / 8)
     ratios = {(row["a"], row["b"], row["concurrency"]): row for row in made["ratios"]}
     assert set(ratios) == {
         (a, b, c)
@@ -80,9 +89,14 @@ def test_figures_and_ratios(tmp_path: Path) -> None:
     found = ratios["pageferry", "ray-pd", 4]
     # The machine's own swings are in no ratio: every round said the same.
     assert found["tokens_per_s"].value == pytest.approx(1.6) == found["tokens_per_s"].low
+    assert found["gap_p99"].value == found["gap_max"].value == pytest.approx(0.625)
+    assert found["events_a_read"].value == 1
     assert found["ttft_p50"].value == pytest.approx(0.625) and found["tpot_p50"].high == pytest.approx(0.625)
     text = figures.table(made, TITLES)
-    assert "| 4 | ours | 32.0 | 125 | 125 | 125.0 | 125.0 |" in text and "1.60 [1.60, 1.60]" in text
+    assert (
+        "| 4 | ours | 32.0 | 125 | 125 | 125 | 125.0 | 125.0 | 125.0 | 125.0 | 125 | 1.00 |" in text
+        and "1.60 [1.60, 1.60]" in text
+    )
     picture.systems(made, TITLES, "caption", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(json.dumps(cli.plain(made)))["systems"]["ray-pd"]["start_s"] == 21.0

@@ -78,6 +78,16 @@ async def test_times_and_usage() -> None:
     assert gate.answer_breaches("here", [answer], 5, 3) == []
 
 
+async def test_gaps_are_between_reads() -> None:
+    def tokens(*ids: int) -> bytes:
+        return b"data: " + json.dumps({"choices": [{"text": "x", "token_ids": ids}]}).encode() + b"\n\n"
+
+    answer = await answer_to([tokens(1), tokens(2, 3), tokens(4) + tokens(5), *GOOD[2:]], 0.05)
+    first, second, third, fourth = answer.gaps_s
+    assert first >= 0.03 and third >= 0.03 and second == fourth == 0
+    assert (answer.num_events, answer.num_reads) == (4, 3)
+
+
 async def test_events_cut_anywhere() -> None:
     whole = b"".join(GOOD)
     pieces = [whole[i : i + 7] for i in range(0, len(whole), 7)]
