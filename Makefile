@@ -9,7 +9,7 @@ PORT   ?= 8000
 CONFIG ?= cluster/topologies/local-cpu.yaml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup serve test check unit aot pytest soak gpu-check clean help
+.PHONY: setup serve test check unit aot soak gpu-check clean help
 
 help:
 	@sed -n 1p Makefile; echo "PORT=$(PORT) CONFIG=$(CONFIG)"
@@ -33,8 +33,9 @@ $(MODEL)/model.safetensors: | $(STAMP)
 serve: setup
 	@$(BIN)/pageferry serve $(CONFIG) --port $(PORT)
 
-# everything that a change must pass, cheap steps first
-test: setup check unit aot pytest
+# everything that a change must pass: its parts run side by side (PARTS="quick engine service")
+test: setup
+	@$(BIN)/python tests/lanes.py
 
 # lint, and types of product and tests
 check: $(STAMP)
@@ -44,15 +45,11 @@ check: $(STAMP)
 
 # state machines and plain functions: no engine, no kernel compile
 unit: setup
-	@$(BIN)/python -m pytest -q -m "pure and not compiles"
+	@$(BIN)/python -m pytest -q -m "pure and not compiles" -n 2 --dist loadfile
 
 # every GPU kernel compiled ahead of time for sm_90 and sm_100 (spills fail)
 aot: $(STAMP)
 	@$(BIN)/pageferry kernels --aot
-
-# the rest of the tests: compiled kernels, simulator, engines, service
-pytest: setup
-	@$(BIN)/python -m pytest -m "not soak and not (pure and not compiles)"
 
 # campaigns: minutes to hours of faults and load; not part of `make test`
 soak: setup

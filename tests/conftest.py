@@ -1,7 +1,7 @@
 """Markers follow folders, so that a test cannot be in the wrong class by forgetting a decorator.
 
 `compiles` separates what waits for a compiler or for whole checkpoints from the rest of the pure tests: the folder
-tests/kernels, and single files that say so with `pytestmark`. A pure or simulated test fails on a warning.
+tests/kernels, and single files and tests that say so. A pure or simulated test fails on a warning.
 """
 
 from __future__ import annotations

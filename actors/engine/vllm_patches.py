@@ -19,6 +19,8 @@ from vllm.v1.executor import multiproc_executor
 
 from actors.engine.config import QUEUE_BUSY_LOOP
 
+WORKER_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM reads it whenever it starts a process
+
 
 class Target(NamedTuple):
     where: str  # module:name
@@ -36,7 +38,7 @@ TARGETS = (
     Target(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor._init_executor",
         ("self",),
-        "EngineCore makes its queues there, before it loads a connector (MultiprocExecutor)",
+        "EngineCore makes its queues there, before it loads a connector, and starts its worker (MultiprocExecutor)",
     ),
     Target(
         "vllm.v1.engine.core:EngineCoreProc._invoke_utility_method",
@@ -136,7 +138,14 @@ class MultiprocExecutor(multiproc_executor.MultiprocExecutor):
 
     def _init_executor(self) -> None:
         shorten_busy_loop()
-        super()._init_executor()
+        # The worker is forked from EngineCore, which has imported all that it needs and has computed nothing yet:
+        # half of a small engine's start is the import. vLLM forks workers on other platforms; for CPUs it says "spawn".
+        method = os.environ.get(WORKER_METHOD, "spawn")
+        os.environ[WORKER_METHOD] = "fork"
+        try:
+            super()._init_executor()
+        finally:
+            os.environ[WORKER_METHOD] = method
 
 
 class ShortBusyLoop:

@@ -233,6 +233,7 @@ async def test_an_actor_that_hangs_stops_no_engine_and_is_found_again() -> None:
         end(process)
 
 
+@pytest.mark.compiles  # two processes load Ray
 async def test_memory_of_an_actor_that_died_goes_and_the_next_one_is_mapped() -> None:
     """Engines kept the old memory mapped until new memory came, which then did not fit."""
     before, application = maps_of_staging(), f"u{os.getpid()}"

@@ -53,6 +53,7 @@ def test_names_shapes_and_types_are_those_of_the_checkpoint(tiny: Path, family: 
     assert planned == header(tiny / family)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("family", FAMILIES)
 def test_planned_bytes_are_the_bytes_on_disk(tiny: Path, family: str) -> None:
     name, config, folder = model_config(str(tiny / family))

@@ -10,8 +10,9 @@ import sys
 from typing import Any
 
 import pytest
+from vllm.v1.executor import multiproc_executor
 
-from actors.engine.vllm_patches import TARGETS, Target, core_client, replace
+from actors.engine.vllm_patches import TARGETS, WORKER_METHOD, MultiprocExecutor, Target, core_client, replace
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.where)
@@ -49,3 +50,17 @@ def test_a_worker_that_imports_the_connector_takes_the_configured_busy_loop() ->
     environment = os.environ | {"PAGEFERRY_QUEUE_BUSY_LOOP_S": "0.003"}
     run = subprocess.run([sys.executable, "-c", statement], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip().splitlines()[-1] == "(0.003,)"
+
+
+def test_the_worker_of_a_cpu_engine_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EngineCore has imported what the worker needs; for all other processes vLLM's choice stands."""
+    seen: list[str] = []
+    monkeypatch.setenv(WORKER_METHOD, "spawn")
+    monkeypatch.setattr(
+        multiproc_executor.MultiprocExecutor,
+        "_init_executor",
+        lambda self: seen.append(multiproc_executor.get_mp_context().get_start_method()),
+    )
+    executor = object.__new__(MultiprocExecutor)
+    executor._init_executor()
+    assert seen == ["fork"] and multiproc_executor.get_mp_context().get_start_method() == "spawn"
