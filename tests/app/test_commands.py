@@ -191,6 +191,16 @@ def test_a_configuration_that_cannot_be_used_starts_nothing(capsys: pytest.Captu
     assert "local-cpu" in capsys.readouterr().err
 
 
+def test_a_second_service_on_the_machine_takes_other_ports() -> None:
+    """Ray refuses a dashboard port that is named and taken, such as that of a Ray which runs here already."""
+    made = [Service(ClusterSpec.load("local-cpu"), None) for _ in range(2)]
+    ports = [8265, *(service._ray_options()["dashboard_port"] for service in made)]
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", ports[1]))
+        second.bind(("127.0.0.1", made[1]._ray_options()["dashboard_port"]))
+    assert 8265 not in ports[1:]
+
+
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
 
