@@ -26,10 +26,12 @@ async def poison(campaign: Campaign, seed: int) -> Result:
     def ask(form: Form) -> asyncio.Task[load.Answer]:
         return asyncio.create_task(load.ask(campaign.session, campaign.url, form, form.body(campaign.model, rng)))
 
+    before = {ticket for tickets in (await _tickets(campaign)).values() for ticket in tickets}
     bad = ask(POISON)
-    ticket_id = 0
-    while not ticket_id:
-        ticket_id = max((ticket for tickets in (await _tickets(campaign)).values() for ticket in tickets), default=0)
+    found: set[int] = set()
+    while not found:
+        found = {ticket for tickets in (await _tickets(campaign)).values() for ticket in tickets} - before
+    (ticket_id,) = found
     others = [ask(INNOCENT) for _ in range(NUM_INNOCENT)]
     victims: list[tuple[str, int]] = []  # replica, other tickets there
     while not bad.done() and time.monotonic() - began < LONGEST_S:
