@@ -5,6 +5,7 @@ pageferry simulate --seed 17 --story                          one of them as a s
 pageferry simulate --scenario FILE --story                    a written-down one
 pageferry simulate published                                  the published decode curve of Kimi K2.6 on H200
 pageferry simulate autoscale                                  occupancy scaling against ongoing-request scaling
+pageferry simulate held_out                                   the same on seeds that nobody tuned on, at equal floors
 pageferry simulate scale                                      decision times with 1,000 decode replicas
 """
 
@@ -59,8 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=int, default=1000, help="scale: decode replicas")
     parser.add_argument("--rate", type=float, default=2000.0, help="scale: requests a second")
     parser.add_argument("--seconds", type=float, default=20.0, help="scale: simulated seconds that are measured")
-    parser.add_argument("--repeats", type=int, default=3, help="autoscale: runs of every policy, with other arrivals")
-    parser.add_argument("--record", help="autoscale: JSON lines of single runs; those found there are not run again")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="autoscale, held_out: runs of every policy, with other arrivals"
+    )
+    parser.add_argument(
+        "--record", help="autoscale, held_out: JSON lines of single runs; those there are not run again"
+    )
     parser.add_argument("--markdown", help="also write the result as a table to this file")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser

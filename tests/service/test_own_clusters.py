@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CASES = {"two_nodes_cases.py": 5, "placement_group_cases.py": 1, "applications_cases.py": 4, "deploy_cases.py": 4}
+CASES = {
+    "two_nodes_cases.py": 5,
+    "placement_group_cases.py": 1,
+    "applications_cases.py": 4,
+    "deploy_cases.py": 4,
+    "drain_cases.py": 1,
+}
 
 
 @pytest.mark.parametrize("file", CASES)
