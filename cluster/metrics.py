@@ -158,6 +158,7 @@ CONTROLLER = (
     gauge("replicas", "Replicas that take tickets", pool=POOLS),
     gauge("replicas_starting", "Replicas that load their engine", pool=POOLS),
     gauge("replicas_unplaced", "Replicas that found no room on any node: alert when it stays", pool=POOLS),
+    counter("targets_refused", "Pool sizes that Serve was asked for and did not take", pool=POOLS),
     counter("bytes_moved", "Wire bytes of pages that decode has opened"),
     counter("bytes_saved", "Bytes not moved because pages are converted before they travel"),
     counter("tokens_moved", "Prompt tokens whose pages decode took over"),

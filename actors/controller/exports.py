@@ -57,6 +57,7 @@ class Exporter:
                 self._emitter.set("pageferry_pool_target", each["target"], pool=pool)
             self._emitter.set("pageferry_replicas_starting", each["starting"], pool=pool)
             self._emitter.set("pageferry_replicas_unplaced", each["unplaced"], pool=pool)
+            self._total("pageferry_targets_refused_total", counters.get(f"targets_refused_{pool}", 0), pool=pool)
             for replica in each["replicas"]:
                 self._replica(pool, replica)
 

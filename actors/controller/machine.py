@@ -127,6 +127,7 @@ class Machine(Membership):
     def _platform_size(self, event: PlatformSize, call_id: CallId, now_ns: int) -> None:
         wanted, line = self.autoscaler.sizes.hear(event.pool, event.current, event.target, now_ns)
         if line:
+            self._add(f"targets_refused_{event.pool}")
             self._out.append(Log(line))
         self._reply(call_id, wanted)
 

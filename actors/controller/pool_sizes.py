@@ -15,7 +15,7 @@ from actors.messages import ReplicaId, Role
 
 SECOND = 1_000_000_000
 UNKNOWN_NS = 10 * SECOND  # the platform silent for longer: what it holds is not known
-TAKEN_NS = 10 * SECOND  # a wish not taken after this has been refused
+TAKEN_NS = 8 * SECOND  # a wish not taken after this has been refused
 RETRY_NS = 5 * SECOND  # no new wish for this long after a refusal
 UNPLACED_NS = 8 * SECOND  # ordered, and no process announced itself: there is no room for it
 SILENT_NS = 15 * SECOND  # a starting replica says so every few seconds

@@ -303,7 +303,8 @@ def test_a_target_that_the_platform_does_not_take_is_asked_again_later() -> None
     assert run(rig, 8.5) == []
     assert rig.machine.autoscaler.sizes.target(Role.DECODE, rig.now) == 2
     run(rig, 1.5)
-    assert "did not take 3 within 10 s" in rig.machine.autoscaler.reason(Role.DECODE)
+    assert rig.machine.counters["targets_refused_decode"] == 1
+    assert "did not take 3 within 8 s" in rig.machine.autoscaler.reason(Role.DECODE)
     rig.refuses = False
     assert [d.target for d in run(rig, 6)] == [3] and rig.platform[Role.DECODE] == 3
 
