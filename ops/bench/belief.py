@@ -29,6 +29,7 @@ from app.commands.serve import Service
 from cluster.names import NAMESPACE, controller_actor
 from ops.bench import facts, load
 from ops.bench.flood import PROMPT, parser, read, with_service
+from ops.bench.pages import page
 from ops.chaos.processes import targets
 from ops.chaos.processes.kinds import Target
 
@@ -36,6 +37,14 @@ SAMPLE_S = 0.1
 ANSWER_S = 2.0
 SETTLE_S = 300.0
 STREAMS, STREAM_TOKENS = 2, 200
+TITLE = "What the controller believes of Serve's targets, while either is struck"
+INTRO = (
+    "Each repeat sets decode's size by hand and, within 1.5 s, kills the controller or deploys the application "
+    f"again. Both targets are looked at every {SAMPLE_S:g} s and what a look takes. `longest disagreement` counts "
+    "from the look before the two differ to the look after, so it is an upper bound; `not known` is while the "
+    "controller is away or has not been asked yet. A period of reconciliation: Serve's policy asks every 0.25 s, "
+    "at a turn of Serve's control loop."
+)
 State = dict[str, Any]
 Sample = tuple[float, int | None, int | None]  # (seconds, what the controller believes, Serve's target)
 
@@ -203,8 +212,9 @@ def main(argv: list[str] | None = None) -> int:
         with_service(args, play)
     record = read(args.record)
     print(table(record))
-    if args.markdown is not None:
-        args.markdown.write_text(table(record))
+    if args.page is not None:
+        command = "python -m ops.bench.belief --repeats N --record FILE --page FILE"
+        args.page.write_text(page(TITLE, command, [row["commit"] for row in record], args.record, INTRO, table(record)))
     return 0 if all(not (row["lost"] or row["problems"]) for row in record) else 1
 
 

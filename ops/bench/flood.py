@@ -29,6 +29,7 @@ from app.commands.serve import Service
 from cluster.spec import ClusterSpec
 from ops.bench import facts, load
 from ops.bench.flood_report import draw, table
+from ops.bench.pages import page
 
 STREAMS, STREAM_TOKENS = 3, 300
 SAMPLE_S = 0.5
@@ -36,6 +37,13 @@ REST_S, MOVE_S = 120.0, 400.0
 PROMPT = "a long story about the sea and the people who live by it, " * 24
 
 State = dict[str, Any]
+TITLE = "A flood moves the pools of a real service"
+INTRO = (
+    "`local-scale.yaml` as it ships (decode 1 to 2 replicas, prefill 0 to 1, occupancy mode), real engines on "
+    f"CPU. A flood of requests at once, and {STREAMS} streams that go on until the pool is small again, so that "
+    "the replica that leaves has streams when it is told to. Both pools' targets are what Serve held, one after "
+    "another."
+)
 
 
 def sample(status: State, at_s: float) -> State:
@@ -182,11 +190,15 @@ def read(record: Path) -> list[State]:
 
 
 def with_service(
-    args: argparse.Namespace, work: Callable[[Service, argparse.Namespace, float], Awaitable[Any]]
+    args: argparse.Namespace,
+    work: Callable[[Service, argparse.Namespace, float], Awaitable[Any]],
+    settings: dict[str, Any] | None = None,
+    name: str = "",
 ) -> None:
-    """Starts the topology as `pageferry serve` does, and ends everything of it."""
+    """Starts the topology as `pageferry serve` does, below its `name` where it has one, and ends everything of it."""
     until = time.monotonic() + 60.0 * args.minutes
-    service = Service(ClusterSpec.load(args.topology, {"frontend.port": _free_port()}), None, _free_port())
+    spec = ClusterSpec.load(args.topology, {"frontend.port": _free_port(), **(settings or {})})
+    service = Service(spec, None, _free_port(), *((name, f"/{name}") if name else ()))
     try:
         service.start(_end_whole)
         service.wait_healthy(400.0)
@@ -216,7 +228,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     make.add_argument("--minutes", type=float, default=60.0, help="no new repeat after this, service start included")
     make.add_argument("--topology", default="local-scale")
     make.add_argument("--record", type=Path, required=True, help="JSON lines, one a repeat")
-    make.add_argument("--markdown", type=Path, help="write the table of the whole record to this file")
+    make.add_argument("--page", type=Path, help="write the results page of the whole record to this file")
     return make
 
 
@@ -231,10 +243,12 @@ def main(argv: list[str] | None = None) -> int:
         with_service(args, play)
     record = read(args.record)
     print(table(record))
-    if args.markdown is not None:
-        args.markdown.write_text(table(record))
     if args.plot is not None:
         draw(record[args.show], args.plot)
+    if args.page is not None:
+        command = "python -m ops.bench.flood --repeats N --record FILE --plot FILE --page FILE"
+        commits = [row["commit"] for row in record]
+        args.page.write_text(page(TITLE, command, commits, args.record, INTRO, table(record), args.plot))
     return 0 if all(not (row["lost"] or row["streams_cut"] or row["problems"]) for row in record) else 1
 
 
