@@ -1,4 +1,4 @@
-# make setup | serve | check | unit | aot | test | soak | gpu-check | clean
+# make setup | serve | check | unit | aot | test | soak | bench-quick | gpu-check | clean
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -9,7 +9,7 @@ PORT   ?= 8000
 CONFIG ?= cluster/topologies/local-cpu.yaml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup serve test check unit aot soak gpu-check clean help
+.PHONY: setup serve test check unit aot soak bench-quick gpu-check clean help
 
 help:
 	@sed -n 1p Makefile; echo "PORT=$(PORT) CONFIG=$(CONFIG)"
@@ -54,6 +54,11 @@ aot: $(STAMP)
 # campaigns: minutes to hours of faults and load; not part of `make test`
 soak: setup
 	@$(BIN)/python -m pytest -m soak
+
+# every part of a benchmark at a small size: no figure to quote
+bench-quick: setup
+	@$(BIN)/pageferry bench quick --out build/bench
+	@$(BIN)/pageferry report build/bench/quick-*.json --out build/bench/report
 
 gpu-check:
 	$(PYTHON) -m ops.kernels.gpu_check

@@ -79,7 +79,12 @@ COMMANDS: dict[str, Command] = {
         ("MODEL MODEL-int4 --dry-run", "MODEL MODEL-int4 --evaluate text.txt --require max_kl=0.05"),
     ),
     "bench": Command(
-        "ops.bench.cli", "paired benchmark against plain vLLM and ray.serve.llm", ("--quick", "--ferry --json")
+        "ops.bench.cli", "paired A/B benchmark from a plan", ("kv-dtype --quick", "my-plan.yaml --out results")
+    ),
+    "report": Command(
+        "ops.bench.report",
+        "results of bench and eval as one page; two commits compared",
+        ("results/kv-dtype-1a2b3c.json --out page", "--compare 1a2b3c 4d5e6f"),
     ),
     "eval": Command(
         "ops.accuracy.cli", "accuracy of the hand-over against a single engine", ("local-cpu --rounds 1 --json",)

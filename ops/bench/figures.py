@@ -1,151 +1,238 @@
-"""From visits to figures: per system and concurrency, and as ratios of pairs with intervals. Pure."""
+"""From the raw requests of a results file to figures: per arm, and as ratios of paired rounds with intervals. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ops.bench import stats
-from ops.bench.compare import Visit
-from ops.bench.load import Wave
-from ops.bench.noise import warning
-from ops.bench.stats import Interval, Statistic
+from ops.bench.plan import AGAIN, BASELINE
+from ops.bench.stats import Interval, NotPositive
+
+Raw = Mapping[str, Any]  # a results file
+Row = Mapping[str, Any]  # one load of one visit
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A column of the tables. `samples` gives what a wave has of it: one number, or one a request."""
+    """A number of one load in one round; None where the system does not tell it."""
 
     key: str
     title: str
     unit: str
     scale: float
-    digits: int
-    higher_is_better: bool
-    samples: Callable[[Wave], list[float]]
-    statistic: Statistic
+    higher_is_better: bool | None  # None: a count, which is shown and not compared
+    of: Callable[[Row], float | None]
 
 
-def _speed(wave: Wave) -> list[float]:
-    return [wave.tokens_per_s]
+def _good(row: Row) -> list[Raw]:
+    return [request for request in row["requests"] if not request["error"]]
 
 
-def _ttft(wave: Wave) -> list[float]:
-    return [answer.ttft_s for answer in wave.answers]
+def _quantile(key: str, q: float) -> Callable[[Row], float | None]:
+    def of(row: Row) -> float | None:
+        values = [request[key] for request in _good(row)]
+        return stats.quantile(values, q) if values else None
+
+    return of
 
 
-def _tpot(wave: Wave) -> list[float]:
-    return [answer.tpot_s for answer in wave.answers]
+def _gap(q: float) -> Callable[[Row], float | None]:
+    def of(row: Row) -> float | None:
+        gaps = [gap / 1e3 for request in _good(row) for gap in request["gaps_ms"]]
+        return stats.quantile(gaps, q) if gaps else None
+
+    return of
 
 
-def _gaps(wave: Wave) -> list[float]:
-    return [gap for answer in wave.answers for gap in answer.gaps_s]
+def _events_a_read(row: Row) -> float | None:
+    reads = sum(request["reads"] for request in _good(row))
+    return sum(request["events"] for request in _good(row)) / reads if reads else None
 
 
-def _events_a_read(wave: Wave) -> list[float]:
-    return [answer.num_events / answer.num_reads for answer in wave.answers if answer.num_reads]
+def _per_second(weight: Callable[[Raw], float]) -> Callable[[Row], float | None]:
+    return lambda row: sum(weight(request) for request in _good(row)) / row["seconds"]
+
+
+def _told(key: str) -> Callable[[Row], float | None]:
+    return lambda row: row.get(key)
+
+
+def _quantiles(key: str, title: str, of: Callable[[float], Callable[[Row], float | None]]) -> list[Figure]:
+    return [Figure(f"{key}_p{q}", f"{title} p{q}", "ms", 1e3, False, of(q / 100)) for q in (50, 95, 99)]
 
 
 FIGURES = (
-    Figure("tokens_per_s", "tok/s", "", 1.0, 1, True, _speed, stats.p50),
-    Figure("ttft_p50", "TTFT p50", "ms", 1e3, 0, False, _ttft, stats.p50),
-    Figure("ttft_p95", "TTFT p95", "ms", 1e3, 0, False, _ttft, stats.p95),
-    Figure("ttft_p99", "TTFT p99", "ms", 1e3, 0, False, _ttft, stats.p99),
-    Figure("tpot_p50", "TPOT p50", "ms", 1e3, 1, False, _tpot, stats.p50),
-    Figure("gap_p50", "gap p50", "ms", 1e3, 1, False, _gaps, stats.p50),
-    Figure("gap_p95", "gap p95", "ms", 1e3, 1, False, _gaps, stats.p95),
-    Figure("gap_p99", "gap p99", "ms", 1e3, 1, False, _gaps, stats.p99),
-    Figure("gap_max", "gap max", "ms", 1e3, 0, False, _gaps, max),
-    Figure("events_a_read", "events a read", "", 1.0, 2, False, _events_a_read, stats.mean),
+    Figure("requests_per_s", "requests", "/s", 1.0, True, _per_second(lambda request: 1.0)),
+    Figure("tokens_per_s", "output", "tok/s", 1.0, True, _per_second(lambda request: request["output_tokens"])),
+    *_quantiles("ttft", "TTFT", lambda q: _quantile("ttft_s", q)),
+    *_quantiles("tpot", "TPOT", lambda q: _quantile("tpot_s", q)),
+    *_quantiles("gap", "gap", _gap),
+    Figure("gap_max", "gap max", "ms", 1e3, False, _gap(1.0)),
+    Figure("events_a_read", "events a read", "", 1.0, False, _events_a_read),
+    *_quantiles("e2e", "end to end", lambda q: _quantile("seconds", q)),
+    Figure("goodput", "goodput", "/s", 1.0, True, _told("goodput")),
+    Figure("largest", "largest load", "", 1.0, None, _told("largest")),
+    Figure("errors", "errors", "", 1.0, None, lambda row: float(len(row["requests"]) - len(_good(row)))),
+    Figure("retries", "retries", "", 1.0, None, lambda row: float(sum(r["retries"] for r in row["requests"]))),
+    Figure("memory_gib", "memory of the system", "GiB", 1.0, None, _told("memory_gib")),
+    Figure("host_gib", "memory of the host", "GiB", 1.0, None, _told("host_gib")),
+    Figure("kv_occupancy", "KV occupancy, peak", "%", 100.0, None, _told("kv_occupancy")),
+    Figure("preemptions", "preemptions", "", 1.0, None, _told("preemptions")),
+    Figure("tokens_recomputed", "tokens recomputed", "", 1.0, None, _told("tokens_recomputed")),
+)
+COMPARED = tuple(figure for figure in FIGURES if figure.higher_is_better is not None)
+HEADLINE = (
+    *("tokens_per_s", "ttft_p50", "ttft_p95", "ttft_p99", "tpot_p50", "gap_p50", "gap_p99", "gap_max"),
+    *("events_a_read", "e2e_p50", "e2e_p95", "goodput"),
 )
 
 
-def waves_of(visits: Sequence[Visit], system: str, concurrency: int) -> list[Wave]:
-    """In the order of the rounds."""
-    mine = sorted((v for v in visits if v.system == system), key=lambda v: v.round)
-    return [visit.waves[concurrency] for visit in mine]
+def rounds_of(raw: Raw, arm: str, load: str, figure: Figure) -> list[float | None]:
+    """The figure in each round, in order."""
+    mine = sorted((visit for visit in raw["visits"] if visit["arm"] == arm), key=lambda visit: int(visit["round"]))
+    return [figure.of(visit["loads"][load]) for visit in mine]
 
 
-def per_system(visits: Sequence[Visit], system: str, concurrency: int) -> dict[str, dict[str, float]]:
-    """Each figure's median over rounds, and its least and greatest round."""
-    waves = waves_of(visits, system, concurrency)
-    out = {}
-    for figure in FIGURES:
-        rounds = [figure.statistic(figure.samples(wave)) for wave in waves]
-        out[figure.key] = {"median": stats.p50(rounds), "min": min(rounds), "max": max(rounds)}
-    return out
+def ratio(raw: Raw, arm: str, against: str, load: str, figure: Figure) -> Interval | None:
+    """arm / against, paired by round; None where either does not tell the figure or it is zero."""
+    pairs = list(zip(rounds_of(raw, arm, load, figure), rounds_of(raw, against, load, figure)))
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if not known or len(known) < len(pairs):
+        return None
+    try:
+        return stats.rounds_ratio([[a] for a, _ in known], [[b] for _, b in known], stats.p50)
+    except NotPositive:
+        return None
 
 
-def ratios(visits: Sequence[Visit], a: str, b: str, concurrency: int) -> dict[str, Interval]:
-    """a / b, figure by figure, paired by round."""
-    ours, theirs = waves_of(visits, a, concurrency), waves_of(visits, b, concurrency)
-    found = {}
-    for figure in FIGURES:
-        samples = [figure.samples(wave) for wave in ours], [figure.samples(wave) for wave in theirs]
-        try:
-            found[figure.key] = stats.rounds_ratio(*samples, figure.statistic)
-        except stats.NotPositive:  # a stream that comes in one piece has no time between tokens
-            found[figure.key] = stats.Interval(math.nan, math.nan, math.nan, len(ours))
-    return found
+def log_ratios(raw: Raw, arm: str, against: str, load: str, figure: Figure) -> list[float]:
+    pairs = zip(rounds_of(raw, arm, load, figure), rounds_of(raw, against, load, figure))
+    return [math.log(a / b) for a, b in pairs if a and b]
 
 
-def pairs_of(systems: Sequence[str]) -> list[tuple[str, str]]:
-    """What is compared with what: each later system with the first one, and the last two prefill/decode systems."""
-    pairs = [(name, systems[0]) for name in systems[1:]]
-    split = [name for name in systems[1:] if not name.startswith("vllm")]
-    pairs += [(split[j], split[i]) for j in range(len(split)) for i in range(j)]
-    return pairs
+def words_for(interval: Interval, figure: Figure, margin: float) -> str:
+    """What an interval shows: `better`, `worse`, `equal` within the margin, or `not shown`."""
+    if interval.low > 1.0 or interval.high < 1.0:
+        return "better" if (interval.low > 1.0) == figure.higher_is_better else "worse"
+    if interval.low >= 1.0 - margin and interval.high <= 1.0 + margin:
+        return f"equal within {margin:.0%}"
+    return "not shown"
 
 
-def build(visits: Sequence[Visit], systems: Sequence[str], concurrencies: Sequence[int]) -> dict[str, Any]:
+def same_answers(raw: Raw, arm: str, against: str) -> float:
+    """Share of requests to which two arms gave the same greedy text. Formats differ, so it is information, no gate."""
+    found = []
+    for a, b in zip(_texts(raw, arm), _texts(raw, against)):
+        found += [x == y for x, y in zip(a, b)]
+    return statistics.fmean(found) if found else math.nan
+
+
+def _texts(raw: Raw, arm: str) -> list[list[str]]:
+    mine = sorted((visit for visit in raw["visits"] if visit["arm"] == arm), key=lambda visit: int(visit["round"]))
+    return [[request["text"] for request in row["requests"]] for visit in mine for row in visit["loads"].values()]
+
+
+def cost_per_million(raw: Raw, arm: str, load: str) -> float | None:
+    """Price of a million delivered output tokens: all the time of all rounds, over the tokens of good answers only."""
+    price = raw["plan"].get("machine_price")
+    rows = [visit["loads"][load] for visit in raw["visits"] if visit["arm"] == arm]
+    tokens = sum(request["output_tokens"] for row in rows for request in _good(row))
+    return price * sum(row["seconds"] for row in rows) / 3600 / tokens * 1e6 if price and tokens else None
+
+
+def detectable(raw: Raw, load: str, figure: Figure) -> float | None:
+    """The smallest relative difference that this many rounds find in 80 % of runs, from the A/A arm's spread."""
+    if AGAIN not in raw["arms"]:
+        return None
+    logs = log_ratios(raw, AGAIN, BASELINE, load, figure)
+    return stats.detectable(statistics.stdev(logs), len(logs)) if len(logs) > 1 else None
+
+
+def build(raw: Raw) -> dict[str, Any]:
+    """Everything a report shows, JSON-ready."""
+    arms, loads = list(raw["arms"]), list(raw["loads"])
     return {
-        "systems": {
-            name: {
-                "start_s": stats.p50([v.start_s for v in visits if v.system == name]),
-                "memory_gib": max(v.memory_gib for v in visits if v.system == name),
-                "idle_cpu": stats.p50([v.idle_cpu for v in visits if v.system == name]),
-                "foreign_cpu_max": max(c for v in visits if v.system == name for c in v.foreign_cpu.values()),
-                "concurrency": {str(c): per_system(visits, name, c) for c in concurrencies},
+        "arms": {
+            arm: {
+                load: {
+                    figure.key: statistics.median(known) if known else None
+                    for figure in FIGURES
+                    for known in [[x for x in rounds_of(raw, arm, load, figure) if x is not None]]
+                }
+                | {"cost_per_million_output": cost_per_million(raw, arm, load)}
+                for load in loads
             }
-            for name in systems
+            for arm in arms
         },
         "ratios": [
-            {"a": a, "b": b, "concurrency": c, **ratios(visits, a, b, c)}
-            for a, b in pairs_of(systems)
-            for c in concurrencies
+            {"arm": arm, "load": load, "figure": figure.key, **asdict(found)}
+            | {"says": words_for(found, figure, raw["plan"]["margin"])}
+            for arm in arms
+            if arm != BASELINE
+            for load in loads
+            for figure in COMPARED
+            if (found := ratio(raw, arm, BASELINE, load, figure)) is not None
         ],
+        "detectable": {load: {figure.key: detectable(raw, load, figure) for figure in COMPARED} for load in loads},
+        "same_answers": {arm: same_answers(raw, arm, BASELINE) for arm in arms if arm != BASELINE},
     }
 
 
-def table(figures: dict[str, Any], titles: dict[str, str]) -> str:
-    """Two Markdown tables: medians over rounds, and ratios with their intervals."""
-    heads = [f"{figure.title}{f' {figure.unit}' if figure.unit else ''}" for figure in FIGURES]
-    lines = [f"| concurrency | system | {' | '.join(heads)} |", "|---:|---|" + "---:|" * len(heads)]
-    systems = figures["systems"]
-    concurrencies = list(next(iter(systems.values()))["concurrency"])
-    for concurrency in concurrencies:
-        for name, system in systems.items():
-            found = system["concurrency"][concurrency]
-            cells = [f"{found[f.key]['median'] * f.scale:.{f.digits}f}" for f in FIGURES]
-            lines.append(f"| {concurrency} | {titles[name]} | {' | '.join(cells)} |")
-    lines += ["", f"| concurrency | ratio | {' | '.join(figure.title for figure in FIGURES)} |"]
-    lines.append("|---:|---|" + "---:|" * len(FIGURES))
-    for row in figures["ratios"]:
-        cells = [row[figure.key].text() for figure in FIGURES]
-        lines.append(f"| {row['concurrency']} | {row['a']} / {row['b']} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Ratios: tok/s above 1 is faster; all else below 1 is better. Brackets: 95 % interval, Student's t on the "
-        f"log ratios of {figures['ratios'][0][FIGURES[0].key].num} rounds.",
+def calibration(raw: Raw) -> list[dict[str, Any]]:
+    """Points for `pageferry plan --calibrate`: the step time of each closed load, and first tokens of single requests.
+
+    A step of `batch` requests holds their prompts and half their answers. Loads with errors give none.
+    """
+    points = []
+    for arm in raw["arms"]:
+        for load in raw["plan"]["loads"]:
+            if load["kind"] != "closed":
+                continue
+            name = next(n for n, spec in raw["loads"].items() if spec == load)
+            rows = [visit["loads"][name] for visit in raw["visits"] if visit["arm"] == arm]
+            requests = [request for row in rows for request in row["requests"]]
+            if not requests or any(request["error"] for request in requests):
+                continue
+            held = statistics.fmean(r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests)
+            batch = load["concurrency"]
+            step = statistics.median(r["tpot_s"] for r in requests)
+            if step > 0:
+                points.append({"arm": arm, "batch": batch, "tokens": round(batch * held), "seconds": step})
+            if batch == 1:
+                tokens = round(statistics.fmean(r["prompt_tokens"] for r in requests))
+                first = statistics.median(r["ttft_s"] for r in requests)
+                points.append({"arm": arm, "batch": 0, "tokens": tokens, "seconds": first})
+    return points
+
+
+def table(raw: Raw, made: Raw, keys: Sequence[str] = HEADLINE) -> list[str]:
+    """Markdown: medians over rounds, then ratios with their intervals and what they show."""
+    shown = [
+        f for f in FIGURES if f.key in keys and any(_cell(made, a, ld, f) for a in raw["arms"] for ld in raw["loads"])
     ]
-    lines += ["", "| system | answers after s | memory GiB | idle cores | others used at most, cores |"]
-    lines.append("|---|---:|---:|---:|---:|")
-    lines += [
-        f"| {titles[name]} | {system['start_s']:.0f} | {system['memory_gib']:.1f} | {system['idle_cpu']:.2f} "
-        f"| {system['foreign_cpu_max']:.2f} |"
-        for name, system in systems.items()
-    ]
-    lines += ["", warning(max(system["foreign_cpu_max"] for system in systems.values()))]
-    return "\n".join(lines).rstrip()
+    heads = [f"{f.title}{f' {f.unit}' if f.unit else ''}" for f in shown]
+    lines = [f"| load | arm | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(heads)]
+    for load in raw["loads"]:
+        for arm in raw["arms"]:
+            lines += [f"| {load} | {arm} | {' | '.join(_cell(made, arm, load, f) for f in shown)} |"]
+    return lines
+
+
+def _cell(made: Raw, arm: str, load: str, figure: Figure) -> str:
+    value = made["arms"][arm][load][figure.key]
+    return "" if value is None else f"{value * figure.scale:,.4g}"
+
+
+def ratio_table(made: Raw, keys: Sequence[str] = HEADLINE) -> list[str]:
+    titles = {figure.key: figure.title for figure in FIGURES}
+    lines = ["| load | arm / baseline | figure | ratio, 95 % interval | shows |", "|---|---|---|---:|---|"]
+    for row in made["ratios"]:
+        if row["figure"] in keys:
+            interval = Interval(row["value"], row["low"], row["high"], row["num"])
+            cells = (row["load"], row["arm"], titles[row["figure"]], interval.text(3), row["says"])
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines

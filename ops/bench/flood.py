@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 
 from app.commands.serve import Service
 from cluster.spec import ClusterSpec
@@ -68,7 +68,7 @@ def sample(status: State, at_s: float) -> State:
 class Repeat:
     """One flood, from rest to rest."""
 
-    def __init__(self, session: aiohttp.ClientSession, service: Service, args: argparse.Namespace, number: int) -> None:
+    def __init__(self, session: httpx.AsyncClient, service: Service, args: argparse.Namespace, number: int) -> None:
         self.session, self.url, self.model = session, service.url, service.spec.model.served_name
         self.number, self.flood, self.tokens = number, args.flood, args.tokens
         self.samples: list[State] = []
@@ -107,8 +107,8 @@ class Repeat:
     async def _until(self, what: Callable[[State], bool], timeout_s: float, words: str) -> None:
         until = time.perf_counter() + timeout_s
         while True:
-            async with self.session.get(f"{self.url}/status") as answer:
-                found = sample(await answer.json(), time.perf_counter() - self.began)
+            answer = await self.session.get(f"{self.url}/status")
+            found = sample(answer.json(), time.perf_counter() - self.began)
             self.samples.append(found)
             if what(found):
                 return

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 
 from ops.bench import gate, load, phases, prompts, stats
 from ops.bench.load import Answer
@@ -74,7 +74,7 @@ async def run(specs: Sequence[SystemSpec], plan: Plan, tokenizer: Any, say: Say,
 
 
 async def _turn(
-    session: aiohttp.ClientSession, specs: Sequence[SystemSpec], plan: Plan, tokenizer: Any, label: str, turn: int
+    session: httpx.AsyncClient, specs: Sequence[SystemSpec], plan: Plan, tokenizer: Any, label: str, turn: int
 ) -> list[Answer]:
     """One prompt, every system once; answers in the order of `specs`."""
     text = prompts.make(tokenizer, plan.prompt_tokens, plan.seed, label, 0)
@@ -86,9 +86,8 @@ async def _turn(
     return [answers[index] for index in range(len(specs))]
 
 
-async def _handed_over(session: aiohttp.ClientSession, spec: SystemSpec, plan: Plan) -> list[str]:
-    async with session.get(f"{spec.url}/status") as answer:
-        ferry = (await answer.json())["ferry"]
+async def _handed_over(session: httpx.AsyncClient, spec: SystemSpec, plan: Plan) -> list[str]:
+    ferry = (await session.get(f"{spec.url}/status")).raise_for_status().json()["ferry"]
     sent = plan.pairs * plan.prompt_tokens
     return gate.hand_over_breaches(spec.name, int(ferry["tokens_moved"]), int(ferry["tokens_recomputed"]), sent)
 

@@ -7,41 +7,6 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ("#4c72b0", "#8c8c8c", "#dd8452", "#55a868", "#c44e52")
-PANELS = (
-    ("tokens_per_s", "output tokens a second", 1.0),
-    ("ttft_p50", "TTFT p50, ms", 1e3),
-    ("gap_p99", "gap between tokens, p99, ms", 1e3),
-)
-
-
-def systems(figures: dict[str, Any], titles: dict[str, str], caption: str, path: Path) -> None:
-    """Grouped bars by concurrency; the whiskers reach from the least to the greatest round."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(13, 4.4))
-    names = list(figures["systems"])
-    concurrencies = list(figures["systems"][names[0]]["concurrency"])
-    width = 0.8 / len(names)
-    for axis, (key, label, scale) in zip(axes, PANELS):
-        for index, name in enumerate(names):
-            found = [figures["systems"][name]["concurrency"][c][key] for c in concurrencies]
-            middle = [row["median"] * scale for row in found]
-            spread = [
-                [(row["median"] - row["min"]) * scale for row in found],
-                [(row["max"] - row["median"]) * scale for row in found],
-            ]
-            at = [group + (index - (len(names) - 1) / 2) * width for group in range(len(concurrencies))]
-            colour = COLOURS[index % len(COLOURS)]
-            axis.bar(at, middle, width, yerr=spread, capsize=2, label=titles[name], color=colour)
-        axis.set_xticks(range(len(concurrencies)), concurrencies)
-        axis.set_xlabel("concurrent requests")
-        axis.set_title(label)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0].legend(fontsize=8)
-    _finish(figure, caption, path)
 
 
 def ferry(report: dict[str, Any], caption: str, path: Path) -> None:

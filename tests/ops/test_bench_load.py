@@ -37,11 +37,17 @@ Handler = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 @asynccontextmanager
 async def server(handler: Handler) -> AsyncIterator[str]:
     async def completions(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await handler(request, response)
         return response
 
+    async with serving(completions) as url:
+        yield url
+
+
+@asynccontextmanager
+async def serving(completions: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", completions)
     runner = web.AppRunner(app)
@@ -139,6 +145,32 @@ async def test_a_refusal_and_a_dead_server_are_errors() -> None:
     async with load.open_session() as session:
         gone = await load.ask(session, url, load.body_of("m", "p", 3))
     assert missing.error.startswith("HTTP 404") and "Connect" in gone.error
+
+
+async def test_a_refusal_with_a_time_is_asked_again() -> None:
+    asked = 0
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            return web.Response(status=429, headers={"Retry-After": "0"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await sends(GOOD)(request, response)
+        return response
+
+    async with serving(completions) as url, load.open_session() as session:
+        answer = await load.ask(session, url, load.body_of("m", "p", 3))
+        asked = -10
+        refused = await load.ask(session, url, load.body_of("m", "p", 3))
+    assert (answer.error, answer.retries) == ("", 2)
+    assert refused.error.startswith("HTTP 429") and refused.retries == load.TRIES - 1
+
+
+def test_gaps_are_between_tokens() -> None:
+    answer = Answer(0, token_s=[0.5, 0.75, 0.75, 1.5])
+    assert answer.gaps_s == [0.25, 0.0, 0.75]
 
 
 def test_repeats_must_be_equal() -> None:
