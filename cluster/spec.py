@@ -200,8 +200,11 @@ class AdmissionSpec(_Section):
     occupancy_limit: float = Field(
         default=0.95, gt=0, le=1, description="predicted KV occupancy above which decode is full"
     )
-    local_prefill_max_tokens: int = Field(
-        default=0, ge=0, description="prompts up to this length are computed by decode itself"
+    local_prefill_max_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="prompts up to this length are computed by decode itself; default: those that decode computes in "
+        "less time, its other streams' loss counted, than a hand-over was seen to take",
     )
     stale_after_s: float = Field(default=5.0, ge=1, description="a replica silent for this long counts as full")
     fence_after_s: float = Field(

@@ -44,6 +44,7 @@ class Forecast(Tracked):
     prompt_token_ns: float = 0.0002 * SECOND  # of a prefill replica that has work, a prompt token
     _prefill_tokens: float = 1024.0  # running means of what it is made of
     _prefill_ns: float = 1024 * 0.0002 * SECOND
+    hand_over_ns: float = 0.02 * SECOND  # from the proof of a prompt's pages to their being open on decode
     stay_ns: float = 0.0  # from its place on decode to its end, a request; 0: none has ended yet
     asked_blocks: float = 0.0  # of all requests that ever came, at their expected ends
     asked_requests: int = 0
@@ -89,6 +90,13 @@ class Forecast(Tracked):
 
     def learn_stay(self, stay_ns: int) -> None:
         self.stay_ns += WEIGHT * (stay_ns - self.stay_ns) if self.stay_ns else stay_ns
+
+    def learn_hand_over(self, took_ns: int) -> None:
+        self.hand_over_ns += WEIGHT * (took_ns - self.hand_over_ns)
+
+    def local_prefill_tokens(self, num_streams: int) -> int:
+        """Prompt tokens that decode computes in the time of a hand-over; its `num_streams` streams wait as well."""
+        return int(self.hand_over_ns / (self.prompt_token_ns * (1 + num_streams)))
 
     def learn_prefill(self, num_prompt_tokens: int, busy_ns: int) -> None:
         """A prefill replica has computed so many tokens in the time that it was busy with them."""

@@ -97,6 +97,9 @@ def prefill_load(registry: Registry, room: AdmissionQueue, forecast: Forecast, s
     _, cold = _warm(there, int(spec.scaling.warm_up_s * SECOND), now_ns)
     per_replica = float(spec.scaling.prefill_queue_tokens)
     alone = spec.admission.local_prefill_max_tokens
+    if alone is None:
+        streams = [len(r.tickets) for r in registry.replicas.values() if r.role is Role.DECODE and not r.fenced]
+        alone = forecast.local_prefill_tokens(sum(streams) // max(1, len(streams)))
     queued = float(
         sum(w.request.num_prompt_tokens for w in room if w.request.disaggregate and w.request.num_prompt_tokens > alone)
     )

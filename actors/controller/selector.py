@@ -304,6 +304,8 @@ class ReplicaSelector(Tracked):
     ) -> tuple[Replica | None, int, str] | Short:
         """The prefill replica, the tokens it has to compute, and why; None: decode computes the prompt itself."""
         request, limit = demand.request, self._spec.local_prefill_max_tokens
+        if limit is None:
+            limit = self._forecast.local_prefill_tokens(len(decode.tickets))
         if not request.disaggregate:
             return None, 0, "decode computes the prompt: this form cannot be handed over"
         if uncached <= limit:

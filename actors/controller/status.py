@@ -101,6 +101,7 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
                 for node_id, node in sorted(registry.nodes.items())
             },
         },
+        "local_prefill_max_tokens": _local_prefill(machine),
         "ferry": {
             "bytes_moved": sum(node.bytes_moved_before + node.status.bytes_moved for node in nodes),
             "tokens_moved": sum(node.tokens_moved_before + node.status.tokens_moved for node in nodes),
@@ -129,6 +130,12 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
         "page_faults": _page_faults(machine),
         "counters": dict(sorted(machine.counters.items())),
     }
+
+
+def _local_prefill(machine: Machine) -> int:
+    """Prompts up to this length go to a decode replica without other requests."""
+    limit = machine.spec.admission.local_prefill_max_tokens
+    return machine.forecast.local_prefill_tokens(0) if limit is None else limit
 
 
 def _page_faults(machine: Machine) -> list[dict[str, Any]]:

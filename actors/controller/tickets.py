@@ -167,6 +167,8 @@ class Tickets(Admission):
             self._add("opened_absorbed")
             return
         live.opened = True
+        if opened.ok and live.state is TicketState.MOVING:
+            self.forecast.learn_hand_over(now_ns - live.changed_ns)
         for verdict, count in opened.verdicts.items():
             self._add(f"pages_{verdict}", count)
         self._add("opened")

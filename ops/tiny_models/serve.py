@@ -125,6 +125,7 @@ def topology(case: Case, original: Path, int4: Path | None) -> dict[str, Any]:
         "model": {"path": str(original), "name": "tiny", "max_model_len": 1024},
         "pools": pools,
         "transfer": {"staging_bytes_max": 64 << 20},
+        "admission": {"local_prefill_max_tokens": 0},  # a model this small computes any prompt in less than a hand-over
     }
 
 

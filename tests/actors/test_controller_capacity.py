@@ -83,6 +83,34 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one_while_decode_is_idle() -
     assert short.prefill is None and "less than its turn on prefill" in short.reason
 
 
+def test_a_prompt_that_decode_computes_in_the_time_of_a_hand_over_is_not_moved() -> None:
+    rig = ControllerDriver(spec_of(admission={"local_prefill_max_tokens": None}))
+    rig.decode("d", blocks_total=1000)
+    rig.prefill("p")
+    forecast = rig.machine.forecast
+    forecast.hand_over_ns, forecast.prompt_token_ns = 0.02 * SECOND, 0.0002 * SECOND  # 100 tokens
+    short, long = rig.admit("short", prompt=100), rig.admit("long", prompt=201)
+    assert short.prefill is None and long.prefill == "p"
+    assert rig.admit("beside two", prompt=40).prefill == "p", "two streams would wait for it: a third of the tokens"
+    forecast.prompt_token_ns *= 10
+    rig.end(short)
+    assert rig.admit("slow", prompt=30).prefill == "p", "decode computes as slowly as prefill does"
+
+
+def test_the_time_of_a_hand_over_is_learnt() -> None:
+    rig = ControllerDriver()
+    rig.decode("d", blocks_total=1000)
+    rig.prefill("p")
+    for number in range(60):
+        ticket = rig.admit(f"r{number}")
+        rig.hand_over(ticket)
+        rig.seal(ticket)
+        rig.now += SECOND // 10
+        rig.open(ticket)
+        rig.end(ticket)
+    assert rig.machine.forecast.hand_over_ns == pytest.approx(0.1 * SECOND, rel=0.1)
+
+
 def test_staging_is_promised_once() -> None:
     rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100_000)

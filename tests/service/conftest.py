@@ -33,6 +33,7 @@ def service_spec() -> ClusterSpec:
             "pools.decode.engine_args.num_gpu_blocks_override": BLOCKS,
             "admission.queue_wait_s": 20.0,
             "admission.queue_max": 4,
+            "admission.local_prefill_max_tokens": 0,  # short prompts are handed over too
             "transfer.staging_bytes_max": 64 << 20,
             "frontend.replicas": 2,
             "frontend.port": free_port(),

@@ -67,7 +67,13 @@ def spec_of(**sections: Any) -> ClusterSpec:
             "prefill": {"replicas": 1, "min_replicas": 0, "max_replicas": 8},
             "decode": {"replicas": 1, "min_replicas": 0, "max_replicas": 8},
         },
-        "admission": {"queue_max": 4, "queue_wait_s": 10, "stale_after_s": 2, "fence_after_s": 5},
+        "admission": {
+            "queue_max": 4,
+            "queue_wait_s": 10,
+            "stale_after_s": 2,
+            "fence_after_s": 5,
+            "local_prefill_max_tokens": 0,
+        },
         "transfer": {"hand_over_s": 8},
     }
     for name, section in sections.items():
