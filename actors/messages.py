@@ -117,6 +117,22 @@ class AdmitRequest(Request["Ticket | Overloaded"], frozen=True, kw_only=True):
     patience_s: float = 0.0  # the client gives up after this, from now on; 0: not known
     tokenizer: str = ""  # whose token ids these are, see `Fingerprint`; "": any
     alone: bool = False  # engines have ended with it: only on a replica that has no other request
+    trace: str = ""  # W3C traceparent of its span; "": not sampled
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """One limit of a tenant: what is left of it now, and the seconds until it is whole again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's limits by the minute, for the headers of its answers; None: it has no such limit."""
+
+    requests: Rate | None = None
+    tokens: Rate | None = None
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +151,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     decode_node: str = ""
     num_prompt_tokens: int = 0
     deadline_s: float = 0.0  # for the hand-over, from admission to pages opened
+    trace: str = ""  # of `AdmitRequest`
+    rates: Rates | None = None  # when it was issued
 
 
 class Overloaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +160,8 @@ class Overloaded(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     retry_after_s: float
+    limit: str = ""  # of the tenant: requests, tokens or kv_tokens; "": the service has no room
+    rates: Rates | None = None
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

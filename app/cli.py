@@ -42,6 +42,11 @@ COMMANDS: dict[str, Command] = {
         "set the size of a pool of a running service by hand",
         ("decode 2 --url http://host:8000",),
     ),
+    "keys": Command(
+        "app.commands.keys",
+        "make, list and revoke API keys in a file of hashes",
+        ("add acme --file keys.json", "revoke 1f2e3d4c --file keys.json"),
+    ),
     "render": Command(
         "app.commands.render",
         "a topology as a Serve config or as Kubernetes documents",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors import logs
 from actors.messages import Configure, Role, SetTarget
+from actors.tracing import tracer
 from app.api.health import cannot_serve
 from app.api.status import whole_audit
 from app.client.asgi import call
@@ -71,18 +73,18 @@ class Frontend:
 
     async def _start_server(self) -> None:
         from actors.engine.config import generation, tokenizer_of
+        from app.api.keys import KeyRing
         from app.api.server import build_server, frontend_config, server_args
         from app.metrics import FrontendMetrics
         from app.request.core_client import FerryCoreClient
 
         spec = self.spec
+        ring = KeyRing(spec.frontend.keys_file, os.environ)
         # Without a live decode replica, which a pool at zero has none of: a request must be able to wake it.
         self._generation, self._tokenizer = generation(spec), tokenizer_of(spec)
         args = server_args(spec)
         config = frontend_config(args)
-        self._metrics = FrontendMetrics(
-            ray.util.metrics, serve.get_replica_context().app_name, spec.frontend.tenants.values()
-        )
+        self._metrics = FrontendMetrics(ray.util.metrics, serve.get_replica_context().app_name, ring.tenants)
         self.client = FerryCoreClient(
             self.frontend_id,
             self.controller,
@@ -100,6 +102,8 @@ class Frontend:
             args,
             config,
             self.client,
+            ring,
+            tracer(spec.tracing, "frontend", self.frontend_id),
             status=self.controller.status,
             audit=self._audit,
             pages=self.controller.pages,

@@ -7,24 +7,24 @@ from typing import Any
 
 from cluster.metrics import FRONTEND, GAP_BOUNDS, TENANT, Emitter
 
-TENANTS_MAX = 50  # labels; whoever comes after them in the configuration is counted as OTHER
+TENANTS_MAX = 50  # labels; whoever comes after them is counted as OTHER, as are callers without a tenant
 OTHER = "other"
 
 
 class FrontendMetrics(Emitter):
-    """`tenants`: those of the configuration, in its order."""
+    """`tenants`: those with keys now. Whoever comes later has a label of its own too, while there are not too many."""
 
     def __init__(self, backend: Any, application: str = "", tenants: Iterable[str] = ()) -> None:
         super().__init__(backend, application=application)
-        self._tenants = frozenset(list(dict.fromkeys(tenants))[:TENANTS_MAX])
+        self._tenants: set[str] = set()
         self.zero(FRONTEND)
-        for tenant in sorted(self._tenants):
-            self.zero(TENANT, tenant=tenant)
+        for tenant in dict.fromkeys(tenants):
+            self._label(tenant)
 
     def of_tenant(self, tenant: str, outcome: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         if not tenant:
             return
-        label = tenant if tenant in self._tenants else OTHER
+        label = self._label(tenant)
         self.count("pageferry_tenant_requests_total", tenant=label, outcome=outcome)
         self.count("pageferry_tenant_prompt_tokens_total", num_prompt_tokens, tenant=label)
         self.count("pageferry_tenant_output_tokens_total", num_output_tokens, tenant=label)
@@ -36,6 +36,18 @@ class FrontendMetrics(Emitter):
             total += count
             self.count("pageferry_token_gaps_total", total, at=at, le=bound)
         self.count("pageferry_token_gap_seconds_total", seconds, at=at)
+
+    def limited(self, tenant: str, limit: str) -> None:
+        self.count("pageferry_tenant_limited_total", tenant=self._label(tenant or OTHER), limit=limit)
+
+    def _label(self, tenant: str) -> str:
+        if tenant not in self._tenants:
+            if len(self._tenants) >= TENANTS_MAX:
+                tenant = OTHER
+            if tenant not in self._tenants:
+                self._tenants.add(tenant)
+                self.zero(TENANT, tenant=tenant)
+        return tenant
 
 
 class Discard:

@@ -31,6 +31,8 @@ VERDICTS = ("ok", "mismatch", "missing", "stale", "wrong_layout")
 LIVE_STATES = ("admitted", "prefilling", "sealed", "moving", "verified", "recomputing", "decoding")
 ENGINE_LOSSES = ("died", "hung", "silent")
 GAPS_AT = ("engine", "frontend", "socket")
+LIMITS = ("requests", "tokens", "kv_tokens")
+SCALE_CAUSES = ("woken", "pressure", "low", "idle", "by_hand")
 PHASES = ("admit", "prefill", "prefill_replica", "hand_over", "submit")
 
 
@@ -121,6 +123,7 @@ TENANT = (
     counter("tenant_requests", "Requests of a tenant that have ended, by outcome", tenant=None, outcome=OUTCOMES),
     counter("tenant_prompt_tokens", "Prompt tokens of a tenant's requests", tenant=None),
     counter("tenant_output_tokens", "Tokens passed on to a tenant's clients", tenant=None),
+    counter("tenant_limited", "Requests of a tenant that its limits refused, by limit", tenant=None, limit=LIMITS),
 )
 
 ENGINE = (
@@ -180,7 +183,12 @@ CONTROLLER = (
         cause=ENGINE_LOSSES,
     ),
     counter(
-        "scale_decisions", "Decisions of the autoscaler to change a pool's size", pool=POOLS, direction=("up", "down")
+        "scale_decisions",
+        "Decisions to change a pool's size, by cause: woken (from zero, by a request), pressure (above the band), low "
+        "(below the band), idle (to zero), by_hand; the words to each are in /status and the log",
+        pool=POOLS,
+        direction=("up", "down"),
+        cause=SCALE_CAUSES,
     ),
     *ENGINE,
 )

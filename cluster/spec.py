@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cluster.engine_args import GROUP_GPUS_MAX, problem, sampling_problem
 from cluster.fault_kinds import KINDS
+from cluster.frontend_spec import FrontendSpec, Section, TracingSpec
 
 KvDtype = Literal["bfloat16", "fp8_e4m3"]
 TOPOLOGIES = Path(__file__).parent / "topologies"
@@ -27,11 +28,7 @@ class SpecError(ValueError):
     """A configuration that cannot be used; the message is for the person who wrote it."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ModelSpec(_Section):
+class ModelSpec(Section):
     path: str = Field(description="Hugging Face checkpoint: a folder, or a name in the local hub cache")
     name: str = Field(default="", description="name that clients use; default: the last part of `path`")
     revision: str | None = None
@@ -45,7 +42,7 @@ class ModelSpec(_Section):
         return self.name or Path(self.path).name
 
 
-class PoolSpec(_Section):
+class PoolSpec(Section):
     """One pool of replicas. A replica is one vLLM engine on one GPU group."""
 
     replicas: int = Field(default=1, ge=0, description="replicas at start")
@@ -131,7 +128,7 @@ class PoolSpec(_Section):
         return self
 
 
-class PoolsSpec(_Section):
+class PoolsSpec(Section):
     prefill: PoolSpec = PoolSpec(replicas=0, max_replicas=1)
     decode: PoolSpec
 
@@ -160,7 +157,7 @@ class PoolsSpec(_Section):
         return self
 
 
-class TransferSpec(_Section):
+class TransferSpec(Section):
     staging_bytes_max: int = Field(default=1 << 30, ge=1 << 20, description="staging memory a node, bytes")
     lease_s: float = Field(default=60.0, gt=0, description="staging is given back after this if nobody came for it")
     hand_over_s: float = Field(
@@ -179,7 +176,7 @@ class TransferSpec(_Section):
         return self
 
 
-class IntegritySpec(_Section):
+class IntegritySpec(Section):
     mode: Literal["off", "check"] = "off"
     policy: Literal["fail", "retry"] = Field(
         default="fail",
@@ -190,7 +187,7 @@ class IntegritySpec(_Section):
     sample_rate: float = Field(default=0.1, gt=0, le=1, description="share of pages verified when seals: sampled")
 
 
-class AdmissionSpec(_Section):
+class AdmissionSpec(Section):
     queue_max: int = Field(default=256, ge=0, description="requests that may wait for room")
     queue_wait_s: float = Field(
         default=600.0,
@@ -218,7 +215,7 @@ class AdmissionSpec(_Section):
     )
 
 
-class ScalingSpec(_Section):
+class ScalingSpec(Section):
     mode: Literal["off", "occupancy"] = "off"
     target_low: float = Field(default=0.45, gt=0, lt=1)
     target_high: float = Field(default=0.80, gt=0, lt=1)
@@ -243,28 +240,7 @@ class ScalingSpec(_Section):
         return self
 
 
-class FrontendSpec(_Section):
-    replicas: int = Field(default=1, ge=1)
-    cpus_per_replica: float = Field(default=0.25, ge=0, description="CPUs that Ray reserves")
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    enable_auto_tool_choice: bool = False
-    server_args: dict[str, Any] = Field(
-        default={}, description="further arguments of vLLM's OpenAI server, as they are"
-    )
-    tenants: dict[str, str] = Field(
-        default={}, description="API key -> tenant; each tenant has its own prefix-cache salt"
-    )
-    admin_key: str | None = Field(
-        default=None,
-        min_length=1,
-        description="for /status and vLLM's own administration; null: open where `host` is a loopback address",
-    )
-
-
-class FaultSpec(_Section):
+class FaultSpec(Section):
     """Faults to inject, for `pageferry chaos` only. Off unless `kinds` names some."""
 
     kinds: tuple[str, ...] = ()
@@ -278,7 +254,7 @@ class FaultSpec(_Section):
         return self
 
 
-class ClusterSpec(_Section):
+class ClusterSpec(Section):
     model: ModelSpec
     pools: PoolsSpec
     transfer: TransferSpec = TransferSpec()
@@ -286,6 +262,7 @@ class ClusterSpec(_Section):
     admission: AdmissionSpec = AdmissionSpec()
     scaling: ScalingSpec = ScalingSpec()
     frontend: FrontendSpec = FrontendSpec()
+    tracing: TracingSpec = TracingSpec()
     faults: FaultSpec = FaultSpec()
 
     @property

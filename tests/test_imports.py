@@ -30,7 +30,7 @@ CARRIERS = {
     "torch": r"kernels/.*|actors/engine/.*|ops/.*",
 }
 PURE = re.compile(
-    r"actors/messages\.py|actors/controller/(?!(actor|gc_tuning|serve_policy)\.py).*|actors/transfer/(?!(actor|fetch|link|link_server|memory)\.py).*"
+    r"actors/messages\.py|actors/controller/(?!(actor|gc_tuning|serve_policy)\.py).*|actors/transfer/(?!(actor|fetch|link|link_server|memory|spans)\.py).*"
     r"|actors/engine/integrity/ledger\.py|app/request/state\.py"
     r"|cluster/plan/(?!(cli|preflight|render|checkpoint|facts)\.py).*"
 )
@@ -174,6 +174,13 @@ def test_ray_vllm_and_torch_are_where_they_are_carried() -> None:
     assert wrong == []
     # Ray's own LLM package is what this project is compared with.
     assert [m.path for m in modules().values() if any(n.startswith("ray.llm") for n in m.imports)] == []
+
+
+def test_nothing_is_unpickled() -> None:
+    """Bytes of another process are decoded against declared types; what Ray does with its own messages is Ray's."""
+    loaders = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    wrong = [m.path for m in modules().values() if any(name.split(".")[0] in loaders for name in m.imports)]
+    assert wrong == []
 
 
 def test_the_folders_are_what_the_map_says() -> None:

@@ -37,7 +37,18 @@ from actors.controller.exports import Exporter
 from actors.controller.gc_tuning import tune_gc
 from actors.controller.history import History
 from actors.controller.machine import Machine
-from actors.messages import FrontendCommand, FrontendHeartbeat, Join, ReplicaLeft, Request, T, TransferReport
+from actors.messages import (
+    AdmitRequest,
+    FrontendCommand,
+    FrontendHeartbeat,
+    Join,
+    ReplicaLeft,
+    Request,
+    T,
+    Ticket,
+    TransferReport,
+)
+from actors.tracing import tracer
 from cluster.metrics import Emitter
 from cluster.names import NAMESPACE, controller_actor, transfer_actor
 from cluster.spec import ClusterSpec
@@ -75,6 +86,8 @@ class Controller:
         self._watched: set[str] = set()
         self._heard_at = time.monotonic()
         self._history = History()
+        self._tracing = spec.tracing
+        self._tracer = tracer(spec.tracing, "controller", application)
         self._exporter = Exporter(Emitter(ray.util.metrics, application=application), time.time_ns())
 
     async def call(self, message: Request[T]) -> T:
@@ -106,7 +119,7 @@ class Controller:
                     self._run(Withdraw(call_id))
                 continue
             call_id = mailbox.waiting[number] = self._next_call()
-            self._calls[call_id] = partial(mailbox.put, number)
+            self._calls[call_id] = self._traced(message, partial(mailbox.put, number))
             self._run(message, call_id)
         return self._life, mailbox.take()
 
@@ -156,7 +169,7 @@ class Controller:
     async def _ask(self, message: Request[Any]) -> Any:
         call_id = self._next_call()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = partial(_answer, future)
+        self._calls[call_id] = self._traced(message, partial(_answer, future))
         try:
             self._run(message, call_id)
             return await future
@@ -165,6 +178,21 @@ class Controller:
             raise
         finally:
             self._calls.pop(call_id, None)
+
+    def _traced(self, message: Request[Any], answer: Callable[[Any], None]) -> Callable[[Any], None]:
+        """`answer`, with a span of the admission where the request is sampled."""
+        if not isinstance(message, AdmitRequest) or not message.trace:
+            return answer
+        began, trace = time.monotonic(), message.trace
+
+        def traced(value: Any) -> None:
+            known = {}
+            if isinstance(value, Ticket):
+                known = {"ticket": value.ticket_id, "prefill": value.prefill, "decode": value.decode}
+            self._tracer.span("controller.admit", trace, time.monotonic() - began, why=getattr(value, "reason", ""), **known)
+            answer(value)
+
+        return traced
 
     def _next_call(self) -> int:
         self._last_call += 1
@@ -208,6 +236,9 @@ class Controller:
                 del self._mailboxes[client]
 
     def _export(self) -> None:
+        if self._machine.spec.tracing != self._tracing:  # deployed again
+            self._tracing = self._machine.spec.tracing
+            self._tracer = tracer(self._tracing, "controller", self._application)
         status = view.status(self._machine, time.monotonic_ns())
         self._history.add(status)
         self._exporter.export(status)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 
@@ -57,6 +57,9 @@ class Admission(ControllerState):
         if twin is not None:
             twin.also.append(call_id)
             return
+        if (refusal := self._over_limit(request, now_ns)) is not None:
+            self._reply(call_id, refusal)
+            return
         output, block_tokens = self.forecast.output_tokens(request), self.spec.pools.decode.block_tokens
         self.forecast.asked(blocks_for(request, output, block_tokens))
         if not len(self.queue) and isinstance(choice := self.selector.choose(request, now_ns), Choice):
@@ -69,6 +72,20 @@ class Admission(ControllerState):
         self._drain_queue(now_ns)
         if waiting in self.queue:
             self._bound_queue(waiting, now_ns)
+
+    def _over_limit(self, request: AdmitRequest, now_ns: int) -> Overloaded | None:
+        limits = self.spec.frontend.limits_of(request.tenant)
+        if not limits.any:
+            return None
+        live = (record.request for record in self.registry.tickets.values())
+        held = chain(live, (waiting.request for waiting in self.queue if not waiting.ticket_id))
+        refusal = self.buckets.take(request, limits, held, now_ns)
+        if refusal is not None:
+            self._add(f"limited_{refusal.limit}")
+        return refusal
+
+    def _give_back(self, request: AdmitRequest, num_used: int, now_ns: int) -> None:
+        self.buckets.give_back(request, self.spec.frontend.limits_of(request.tenant), num_used, now_ns)
 
     def _reply_placed_or_wait(self, live: TicketRecord, call_id: CallId) -> None:
         if live.decode_at is not None:
@@ -85,6 +102,7 @@ class Admission(ControllerState):
         if waiting is not None and waiting.ticket_id:
             self._close(self.registry.tickets[waiting.ticket_id], Outcome.CANCELLED, now_ns)
         elif waiting is not None:
+            self._give_back(waiting.request, 0, now_ns)
             self._drain_queue(now_ns)
 
     # -- places
@@ -95,6 +113,9 @@ class Admission(ControllerState):
             self.epoch, self._issued = self.epoch + 1, 1
         ticket_id = self.epoch << EPOCH_SHIFT | self._issued
         ticket = self._ticket(ticket_id, 1, request, choice)
+        limits = self.spec.frontend.limits_of(request.tenant)
+        if (rates := self.buckets.rates(request.tenant, limits, now_ns)) is not None:
+            ticket = msgspec.structs.replace(ticket, rates=rates)
         live = TicketRecord(ticket, request, TicketState.ADMITTED, now_ns, now_ns, now_ns)
         self.registry.open(live)
         self._add("admitted")
@@ -117,6 +138,7 @@ class Admission(ControllerState):
             decode_node=decode.node_id,
             num_prompt_tokens=request.num_prompt_tokens,
             deadline_s=self._deadline_s(choice),
+            trace=request.trace,
         )
 
     def _deadline_s(self, choice: Choice) -> float:
@@ -226,6 +248,7 @@ class Admission(ControllerState):
             self._answer(waiting, Overloaded(reason="the request has ended", retry_after_s=0))
         self.registry.close(live, outcome, OUTCOME_EVENT[outcome], now_ns)
         self._add(str(outcome))
+        self._give_back(live.request, live.request.num_prompt_tokens + live.num_output_tokens, now_ns)
         self._add("output_tokens", live.num_output_tokens)
         self._add("prompt_tokens", live.request.num_prompt_tokens)
         for place in places:
@@ -251,6 +274,8 @@ class Admission(ControllerState):
     def _refuse(self, waiting: Waiting, reason: str, again_ns: int, now_ns: int) -> None:
         """`again_ns`: when it would not be refused, as far as can be foreseen."""
         self.queue.drop(waiting.call_id)
+        if not waiting.ticket_id:
+            self._give_back(waiting.request, 0, now_ns)
         self._add("busy")
         self._answer(waiting, Overloaded(reason=reason, retry_after_s=self._retry_after_s(again_ns, now_ns)))
 

@@ -75,9 +75,8 @@ class Autoscaler(Tracked):
         self._trend = Trend()
         self._blocks = 0.0  # of a decode replica, as last seen: also known while there is none
         self.decisions: TrackedDeque[tuple[int, ScaleDecision]] = TrackedDeque(maxlen=REMEMBERED)
-        self.decided: TrackedDict[Role, TrackedDict[str, int]] = TrackedDict(
-            {role: TrackedDict({"up": 0, "down": 0}) for role in Role}  # since the start
-        )
+        # How many since the start, by (pool, direction, cause); see `cluster.metrics`.
+        self.decided: TrackedDict[tuple[Role, str, str], int] = TrackedDict()
 
     def configure(self, spec: ClusterSpec) -> None:
         """A pool whose `replicas` has changed gets that size; else the platform keeps what it has."""
@@ -129,6 +128,7 @@ class Autoscaler(Tracked):
         if target != current:
             self._record(
                 ScaleDecision(pool=role, current=current, target=target, reason=why, hold_until_ns=now_ns + hold_ns),
+                "by_hand",
                 now_ns,
             )
         return ""
@@ -272,12 +272,17 @@ class Autoscaler(Tracked):
             track.samples.clear()  # the next step down is earned anew
         else:
             track.grown_ns = now_ns
-        self._record(decision, now_ns)
+        if target > current:
+            cause = "pressure" if current else "woken"
+        else:
+            cause = "low" if target else "idle"
+        self._record(decision, cause, now_ns)
         return decision
 
-    def _record(self, decision: ScaleDecision, now_ns: int) -> None:
+    def _record(self, decision: ScaleDecision, cause: str, now_ns: int) -> None:
         self.decisions.append((now_ns, decision))
-        self.decided[decision.pool]["up" if decision.target > decision.current else "down"] += 1
+        key = (decision.pool, "up" if decision.target > decision.current else "down", cause)
+        self.decided[key] = self.decided.get(key, 0) + 1
 
     def _affordable(self, role: Role, now_ns: int) -> int:
         """Replicas of `role` that the GPU budget allows beside the other pool's."""

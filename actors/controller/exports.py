@@ -37,9 +37,9 @@ class Exporter:
         for verdict in VERDICTS:
             self._total("pageferry_pages_opened_total", counters.get(f"pages_{verdict}", 0), verdict=verdict)
         self._total("pageferry_tag_mismatches_total", counters.get("tag_mismatch_events", 0))
-        for pool, directions in status["scaling"]["decided"].items():
-            for direction, total in directions.items():
-                self._total("pageferry_scale_decisions_total", total, pool=pool, direction=direction)
+        for each in status["scaling"]["decided"]:
+            labels = {label: each[label] for label in ("pool", "direction", "cause")}
+            self._total("pageferry_scale_decisions_total", each["times"], **labels)
         for pool, causes in status["engines_lost"].items():
             for cause, total in causes.items():
                 self._total("pageferry_engines_lost_total", total, pool=pool, cause=cause)

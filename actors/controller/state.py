@@ -24,6 +24,7 @@ from actors.controller.forecast import SECOND, Forecast
 from actors.controller.journal import RecentDict, Tracked, TrackedDeque, TrackedDict, TrackedList, TrackedSet, savepoint
 from actors.controller.page_book import TagMismatch
 from actors.controller.queue import AdmissionQueue
+from actors.controller.rates import Buckets
 from actors.controller.registry import EPOCH_SHIFT, Registry, TicketRecord, epoch_of
 from actors.controller.selector import ReplicaSelector
 from actors.controller.stalls import Stalls
@@ -66,6 +67,7 @@ class ControllerState(Tracked):
         self.forecast = Forecast()
         self.selector = ReplicaSelector(spec.admission, self.forecast, self.registry, spec.transfer.staging_bytes_max)
         self.queue = AdmissionQueue(spec.admission.queue_max)
+        self.buckets = Buckets()  # of tenants with limits
         self._schedules: dict[str, Schedule] = {}  # of those who wait, by tokenizer; only ever made anew or added to
         self._scheduled_ns = -SCHEDULE_EVERY_NS
         self.autoscaler = Autoscaler(spec, now_ns, fresh)

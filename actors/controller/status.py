@@ -115,7 +115,10 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
         "frontends": {name: round((now_ns - heard) / SECOND, 3) for name, heard in sorted(machine.frontends.items())},
         "scaling": {
             "mode": machine.spec.scaling.mode,
-            "decided": {str(role): dict(directions) for role, directions in scaler.decided.items()},
+            "decided": [
+                {"pool": str(pool), "direction": direction, "cause": cause, "times": times}
+                for (pool, direction, cause), times in scaler.decided.items()
+            ],
             "decisions": [
                 {
                     "s_ago": round((now_ns - when) / SECOND, 1),

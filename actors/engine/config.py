@@ -67,7 +67,8 @@ def set_environment(spec: ClusterSpec, role: Role) -> None:
                 )
             defaults["VLLM_CPU_KVCACHE_SPACE"] = str(int(pool.kv_cache_gib))
     # Ray sets OMP_NUM_THREADS to the replica's CPUs, which may be 0 or a fraction; ours is the considered one.
-    os.environ.update(defaults | pool.env)
+    # Else vLLM's decoder would unpickle what it gets.
+    os.environ.update(defaults | pool.env | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"})
 
 
 def engine_kwargs(

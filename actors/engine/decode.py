@@ -30,7 +30,7 @@ class DecodeServer(EngineServer):
         self._live[request.request_id] = live
         try:
             if hand_over is not None:
-                lease = await self._begin_read(hand_over)
+                lease = await self._begin_read(hand_over, ticket.trace)
                 if isinstance(lease, Verdict):
                     # The bytes are not to be had; decode computes the prompt itself.
                     tokens = len(request.prompt_token_ids or ())
@@ -58,12 +58,12 @@ class DecodeServer(EngineServer):
         if self._was_aborted(live):  # while the request was on its way into the engine
             await self._abort([request.request_id])
 
-    async def _begin_read(self, hand_over: HandOver) -> Lease | Verdict:
+    async def _begin_read(self, hand_over: HandOver, trace: str) -> Lease | Verdict:
         lease = hand_over.lease
         wait_s = deadlines.read_s(lease.num_bytes, lease.node_id == self.node_id, hand_over.deadline_s)
         try:
             found: Lease | Verdict = await self._transfer.ask(
-                "begin_read", hand_over, self.engines, wait_s, timeout_s=wait_s + 1.0
+                "begin_read", hand_over, self.engines, wait_s, trace, timeout_s=wait_s + 1.0
             )
         except ReplicaError as error:
             logger.warning("ticket %d: %s", hand_over.ticket_id, error)
@@ -110,12 +110,14 @@ class DecodeServer(EngineServer):
             if not live.started and output.new_token_ids:
                 live.started = True
                 self._event(ReplicaEventKind.DECODE_STARTED, live, live.ticket.request_id)
+                self._tracer.span("decode.first_token", live.ticket.trace, live.seconds)
                 if output.prefill_stats is not None and live.ticket.prefill is None:
                     cached = output.prefill_stats.num_cached_tokens
                     self._event(ReplicaEventKind.PROMPT_COMPUTED, live, live.ticket.request_id, num_tokens=cached)
             self._condemn(output, live)
             if output.finish_reason is not None:
                 del self._live[output.request_id]
+                self._tracer.span("decode.engine", live.ticket.trace, live.seconds, end=str(output.finish_reason))
                 self._event(ReplicaEventKind.RELEASED, live, live.ticket.request_id)
         # Not the scheduler's statistics: they are this replica's, not a frontend's; the heartbeat has their totals.
         for frontend_id, queue in self._streams.items():

@@ -32,6 +32,11 @@ class InFlight:
     in_engine: bool = False
     started: bool = False
     done: asyncio.Future[Any] | None = None  # prefill waits for this
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
 
 @dataclass(slots=True)

@@ -28,13 +28,14 @@ class PrefillServer(EngineServer):
         key = (ticket.ticket_id, ticket.attempt)
         try:
             lease: Lease | None = await self._transfer.ask(
-                "lease", *key, num_bytes, self.engines, wait_s, keep_s, timeout_s=wait_s + 1.0
+                "lease", *key, num_bytes, self.engines, wait_s, keep_s, ticket.trace, timeout_s=wait_s + 1.0
             )
         except BaseException:  # it may still be granted, to nobody
             self._background(self._transfer.tell("drop_writer", *key, self.engines))
             raise
         if lease is None:
             raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
+        self._tracer.span("prefill.lease", ticket.trace, time.monotonic() - began, bytes=num_bytes)
         order = SealParams(
             ticket_id=ticket.ticket_id,
             attempt=ticket.attempt,
@@ -71,15 +72,17 @@ class PrefillServer(EngineServer):
             await self._transfer.tell("release", [key])
             raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
         stats = output.prefill_stats
+        cached = stats.num_cached_tokens if stats else 0
+        self._tracer.span("prefill.engine", ticket.trace, live.seconds, tokens=num_tokens, cached_tokens=cached)
         if stats is not None:
-            self._event(ReplicaEventKind.PROMPT_COMPUTED, live, ticket.request_id, num_tokens=stats.num_cached_tokens)
+            self._event(ReplicaEventKind.PROMPT_COMPUTED, live, ticket.request_id, num_tokens=cached)
         if str(output.finish_reason) == "length" and num_tokens + 1 < self.config.model_config.max_model_len:
             output.finish_reason = None  # this engine was asked for one token; for its client the request goes on
         return PrefillDone(
             ticket_id=ticket.ticket_id,
             attempt=ticket.attempt,
             num_tokens=num_tokens,
-            num_cached_tokens=stats.num_cached_tokens if stats else 0,
+            num_cached_tokens=cached,
             seconds=time.monotonic() - began,
             output=self._encode(outputs, [output]),
         )

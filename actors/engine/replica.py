@@ -56,15 +56,15 @@ class _Place:
     async def wiring(self) -> dict[str, Any]:
         node_id = ray.get_runtime_context().get_node_id()
 
-        transfer = self._spec.transfer
+        transfer, tracing = self._spec.transfer, self._spec.tracing
 
         def get_transfer() -> Any:
             return transfer_shell.get_or_create(
-                node_id, transfer.staging_bytes_max, transfer.lease_s, self._application
+                node_id, transfer.staging_bytes_max, transfer.lease_s, self._application, tracing
             )
 
         # The actor may be there already, from before the settings were changed.
-        place = await get_transfer().start.remote(transfer.staging_bytes_max, transfer.lease_s)
+        place = await get_transfer().start.remote(transfer.staging_bytes_max, transfer.lease_s, tracing)
         return {
             "replica_id": self._replica_id,
             "node_id": node_id,

@@ -38,6 +38,7 @@ from actors.messages import (
     ReplicaLeft,
     Role,
 )
+from actors.tracing import tracer
 from cluster.fault_kinds import KINDS, FaultError
 from cluster.plan.preflight import refuse_unfit
 from cluster.quality import refuse_poor_quality
@@ -76,6 +77,7 @@ class EngineServer:
         self.incarnation = time.time_ns()
         self._transfer = TransferClient(node_id, get_transfer)
         self._get_controller = get_controller
+        self._tracer = tracer(spec.tracing, str(self.role), replica_id)
         self._live: dict[str, InFlight] = {}
         self._streams: dict[str, asyncio.Queue[list[bytes] | None]] = {}
         self._events: list[ReplicaEvent] = []

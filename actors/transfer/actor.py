@@ -24,7 +24,9 @@ from actors.transfer.fetch import PIECE_BYTES, Bytes, fetch
 from actors.transfer.link_server import LinkServer
 from actors.transfer.machine import TransferMachine
 from actors.transfer.memory import MemoryRefused, StagingMemory, socket_path
+from actors.transfer.spans import OFF, TransferSpans
 from actors.transfer.staging import Key, Staging, StagingError
+from cluster.frontend_spec import TracingSpec
 from cluster.names import NAMESPACE, controller_actor, file_tag, transfer_actor
 
 logger = logging.getLogger("pageferry.transfer")
@@ -37,9 +39,17 @@ ORPHAN_S = 120.0  # no controller and no engine for this long: the application h
 class KVTransfer:
     """Run as a Ray actor; see `get_or_create`."""
 
-    def __init__(self, node_id: str, staging_bytes_max: int, lease_s: float, application: str) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        staging_bytes_max: int,
+        lease_s: float,
+        application: str,
+        tracing: TracingSpec = OFF,
+    ) -> None:
         self.node_id = node_id
         self._application = application
+        self._spans = TransferSpans(tracing, node_id)
         self._incarnation = time.time_ns()
         self._segments = itertools.count(1)
         num_bytes = Staging(staging_bytes_max).bytes_max
@@ -56,11 +66,15 @@ class KVTransfer:
     def _next_segment(self) -> str:
         return f"{self.node_id[:12]}-{self._incarnation:x}-{next(self._segments)}"
 
-    async def start(self, staging_bytes_max: int = 0, lease_s: float = 0.0) -> dict[str, Any]:
+    async def start(
+        self, staging_bytes_max: int = 0, lease_s: float = 0.0, tracing: TracingSpec | None = None
+    ) -> dict[str, Any]:
         """Idempotent; returns what a replica has to tell its engine. Settings other than those in force take effect."""
         if not self._tasks:
             self.links.start()
             self._spawn(self._tick_loop())
+        if tracing is not None:
+            self._spans.configure(tracing)
         if staging_bytes_max:
             self._step(ev.Configured(staging_bytes_max, int(lease_s * 1e9)))
         return {"socket": self.links.path, "segment": self.machine.segment, "node_id": self.node_id}
@@ -81,7 +95,14 @@ class KVTransfer:
     # -- calls of replicas
 
     async def lease(
-        self, ticket_id: int, attempt: int, num_bytes: int, engines: list[str], wait_s: float, keep_s: float = 0.0
+        self,
+        ticket_id: int,
+        attempt: int,
+        num_bytes: int,
+        engines: list[str],
+        wait_s: float,
+        keep_s: float = 0.0,
+        trace: str = "",
     ) -> Lease | None:
         """Staging for a ticket, written by `engines`. Waits for room up to `wait_s`; None when there was none.
 
@@ -93,18 +114,22 @@ class KVTransfer:
         lease: Lease | None = await self._call(
             lambda call: ev.LeaseAsked(call, key, num_bytes, writers, wait_ns, keep_ns)
         )
+        self._spans.leased(key, trace)
         return lease
 
     async def drop_writer(self, ticket_id: int, attempt: int, engines: list[str]) -> None:
         """These engines never began to write (or are dead); the ticket's bytes are released. May overtake `lease`."""
         self._step(ev.WriterDropped((ticket_id, attempt), tuple(engines)))
 
-    async def begin_read(self, hand_over: HandOver, engines: list[str], wait_s: float | None = None) -> Lease | Verdict:
+    async def begin_read(
+        self, hand_over: HandOver, engines: list[str], wait_s: float | None = None, trace: str = ""
+    ) -> Lease | Verdict:
         """Registers `engines` as readers; brings the bytes to this node first when they lie on another one.
 
         MISSING when that takes longer than `wait_s` (default: the hand-over's deadline).
         """
         readers, wait_ns = tuple(engines), int((wait_s or hand_over.deadline_s) * 1e9)
+        self._spans.reads((hand_over.ticket_id, hand_over.attempt), trace)
         answer: Lease | Verdict = await self._call(lambda call: ev.ReadAsked(call, hand_over, readers, wait_ns))
         return answer
 
@@ -153,6 +178,7 @@ class KVTransfer:
                 case ev.MakeStaging(num_bytes):
                     self._spawn(self._make_staging(num_bytes))
                 case ev.Report():
+                    self._spans.happened(effect.events)
                     self._spawn(self._report(effect))
 
     def _answer(self, call_id: int, value: Any) -> None:
@@ -255,7 +281,9 @@ class KVTransferActor(KVTransfer):
         await self.start()
 
 
-def get_or_create(node_id: str, staging_bytes_max: int, lease_s: float, application: str) -> Any:
+def get_or_create(
+    node_id: str, staging_bytes_max: int, lease_s: float, application: str, tracing: TracingSpec = OFF
+) -> Any:
     """The application's KVTransfer actor of a node; made there if it is not there."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -273,5 +301,5 @@ def get_or_create(node_id: str, staging_bytes_max: int, lease_s: float, applicat
             runtime_env=logs.of_actor(),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(node_id, staging_bytes_max, lease_s, application)
+        .remote(node_id, staging_bytes_max, lease_s, application, tracing)
     )

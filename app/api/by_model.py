@@ -17,7 +17,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from app.api import json_body, routes
+from app.api.bodies import Bodies, BodyRefused
 from app.api.error_rewriter import error_response
+from cluster.frontend_spec import FrontendSpec
 
 logger = logging.getLogger("pageferry.frontend")
 
@@ -32,6 +34,7 @@ class ByModel:
     def __init__(self, models: Mapping[str, str], ask: Ask) -> None:
         self._models = dict(models)
         self._ask = ask
+        self._bodies = Bodies(FrontendSpec())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,7 +43,6 @@ class ByModel:
             return
         path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         headers = {name: value for name, value in Headers(scope=scope).items() if name not in HOP}
-        answer: JSONResponse | None
         if path == "/health":
             answer = await self._health(headers)
         elif path == "/v1/models":
@@ -49,14 +51,25 @@ class ByModel:
             there = ", ".join(f"/{application}" for application in sorted(set(self._models.values())))
             answer = error_response(404, f"{path} is a route of one application: ask below {there}", "NotFoundError")
         else:
-            body = await json_body.read(receive) if scope["method"] == "POST" else b""
-            model, answer = self._model_of(path, body)
-            if answer is None:
-                query = scope.get("query_string", b"").decode()
-                target = f"{path}?{query}" if query else path
-                await self._forward(model, scope["method"], target, headers, body, receive, send)
-                return
-        await answer(scope, receive, send)
+            answer = await self._pass_on(path, scope, headers, receive, send)
+        if answer is not None:
+            await answer(scope, receive, send)
+
+    async def _pass_on(
+        self, path: str, scope: Scope, headers: dict[str, str], receive: Receive, send: Send
+    ) -> JSONResponse | None:
+        """To the application of the model that the request names; how it is refused, if it is."""
+        try:
+            with self._bodies.one(Headers(scope=scope)) as reader:
+                body = await reader.read(receive) if scope["method"] == "POST" else b""
+                model, answer = self._model_of(path, body)
+                if answer is None:
+                    query = scope.get("query_string", b"").decode()
+                    target = f"{path}?{query}" if query else path
+                    await self._forward(model, scope["method"], target, headers, body, receive, send)
+                return answer
+        except BodyRefused as refused:
+            return refused.response
 
     def _model_of(self, path: str, body: bytes) -> tuple[str, JSONResponse | None]:
         """The model that a request is for, or how it is refused."""

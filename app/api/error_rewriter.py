@@ -40,6 +40,7 @@ class ErrorRewriter:
         self._unexpected = False
         self.explained = False  # an exception of the server's was the client's mistake, and has been answered so
         self._started = False
+        self.status = 0  # of the answer, as it was begun
         self._streaming = False
         self._replaced = False
         self._first = self._last = b""  # events of the stream
@@ -48,6 +49,7 @@ class ErrorRewriter:
         if self._replaced:
             return
         if message["type"] == "http.response.start":
+            self.status = message["status"]
             await self._on_start(message)
         elif self._error_body is not None:
             await self._on_error_body(self._error_body, message)
@@ -59,6 +61,7 @@ class ErrorRewriter:
     async def _on_start(self, message: Message) -> None:
         headers = MutableHeaders(scope=message)
         self._name_request(headers)
+        add_rate_headers(headers, self._caller)
         if headers.get("content-type", "").startswith("text/event-stream"):
             self._held, self._streaming = message, True
             return
@@ -95,6 +98,7 @@ class ErrorRewriter:
                 await self._send_fault(fault)
                 return
             self._started = True
+            add_rate_headers(MutableHeaders(scope=start), self._caller)  # it has been admitted by now
             await self._send(start)
             self._first = chunk
         if api_errors.is_error_event(chunk):
@@ -142,7 +146,8 @@ class ErrorRewriter:
     async def _send_whole(self, response: JSONResponse) -> None:
         self._replaced = self._started = True
         self._name_request(response.headers)
-        status = response.status_code
+        add_rate_headers(response.headers, self._caller)
+        self.status = status = response.status_code
         await self._send({"type": "http.response.start", "status": status, "headers": response.raw_headers})
         await self._send({"type": "http.response.body", "body": response.body})
 
@@ -156,3 +161,22 @@ class ErrorRewriter:
 
 def retry_after(fault: RequestError) -> str:
     return str(max(1, math.ceil(fault.retry_after_s)))
+
+
+def add_rate_headers(headers: MutableHeaders, caller: Caller) -> None:
+    """As OpenAI's API says what is left of a limit and when it will be whole again."""
+    if caller.rates is None:
+        return
+    for name, rate in (("requests", caller.rates.requests), ("tokens", caller.rates.tokens)):
+        if rate is not None:
+            headers[f"x-ratelimit-limit-{name}"] = str(rate.limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(rate.remaining)
+            headers[f"x-ratelimit-reset-{name}"] = duration(rate.reset_s)
+
+
+def duration(seconds: float) -> str:
+    """`350ms`, `12.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:g}s"

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from starlette.types import Receive
 
-MAX_BODY_BYTES = 64 << 20  # a prompt of a million token ids has 8 MB, an image of 4k x 4k about as much
 MAX_DEPTH = 100  # a JSON schema of forty objects inside each other has 80
 MAX_NAME_CHARS = 256
 INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1
@@ -26,33 +24,14 @@ class BadBody(ValueError):
         self.field = field
 
 
-async def read(receive: Receive) -> bytes:
-    """The whole body; of one that is too large no more than shows that it is."""
-    body = bytearray()
-    while len(body) <= MAX_BODY_BYTES:
-        message = await receive()
-        if message["type"] != "http.request":
-            break  # disconnected: the server sees it from `receive` again
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            break
-    return bytes(body)
-
-
 def parse(body: bytes) -> Any:
     """The body as plain values. Raises `BadBody`."""
-    if len(body) > MAX_BODY_BYTES:
-        raise BadBody("", too_large(len(body)))
     try:
         tree = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise _explained(body, error) from None
     check(tree)
     return tree
-
-
-def too_large(num_bytes: int) -> str:
-    return f"the body has {num_bytes} bytes; at most {MAX_BODY_BYTES} are taken"
 
 
 def check(tree: Any) -> None:

@@ -32,6 +32,7 @@ CLIENT = OPEN | {
     "/redoc",
     "/openapi.json",
 }
+TRACED = frozenset(path for path in CLIENT - OPEN if not path.startswith(("/docs", "/redoc", "/openapi", "/v1/models")))
 # Kept by one process: another frontend would not find them, and whoever knows an id could read a stranger's.
 STORED_RESPONSES = "/v1/responses/"
 

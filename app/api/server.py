@@ -23,8 +23,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from actors.engine.config import engine_kwargs
 from actors.messages import Role
+from actors.spans import Tracer
 from app.api.error_rewriter import error_response
 from app.api.fault_injection import NoVictim
+from app.api.keys import KeyRing
 from app.api.llm import FerryLLM
 from app.api.middleware import Access, RequestFilter
 from app.api.page import PATHS, add_page
@@ -99,6 +101,8 @@ async def build_server(
     args: Namespace,
     config: VllmConfig,
     client: FerryCoreClient,
+    ring: KeyRing,
+    tracer: Tracer,
     *,
     status: Callable[[], Awaitable[dict[str, Any]]],
     audit: Callable[[], Awaitable[Any]],
@@ -126,12 +130,12 @@ async def build_server(
     if fault is not None:
         _add_faults(routes, fault)
     _put_first(app, routes)
-    guarded = RequestFilter(app, access(spec), RequestModels(app).blame)
+    guarded = RequestFilter(app, access(spec, ring), RequestModels(app).blame, client.limited, tracer)
     return SocketGaps(guarded, client.metrics), app, llm
 
 
-def access(spec: ClusterSpec) -> Access:
-    return Access(spec.frontend.tenants, spec.frontend.admin_key, is_loopback(spec.frontend.host))
+def access(spec: ClusterSpec, ring: KeyRing) -> Access:
+    return Access(ring, is_loopback(spec.frontend.host), spec.frontend)
 
 
 def is_loopback(host: str) -> bool:

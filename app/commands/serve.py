@@ -18,6 +18,7 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from app.api.keys import KeyRing, KeysError
 from app.commands.own_http import DIRECT
 from app.placement import DRAIN_S, cpus_asked
 from app.processes import MARK, end_marked, sweep
@@ -61,10 +62,11 @@ def main(argv: list[str]) -> int:
         if args.port is not None:
             overrides["frontend.port"] = args.port
         spec = ClusterSpec.load(args.config, overrides)
+        KeyRing(spec.frontend.keys_file, os.environ)
         refuse_unfit_cpu_pools(spec)  # before anything is started
         check_quality(spec, "prefill")
         check_quality(spec, "decode")
-    except (SpecError, DoesNotFit, PoorQuality) as error:
+    except (SpecError, DoesNotFit, PoorQuality, KeysError) as error:
         print(f"pageferry serve: {error}", file=sys.stderr)
         return 2
     _catch_signals()
@@ -136,7 +138,8 @@ class Service:
     @property
     def url(self) -> str:
         prefix = self.route_prefix.rstrip("/")
-        return f"http://{self.spec.frontend.host}:{self.spec.frontend.port}{prefix}"
+        scheme = "https" if os.environ.get("PAGEFERRY_TLS_PEM") else "http"
+        return f"{scheme}://{self.spec.frontend.host}:{self.spec.frontend.port}{prefix}"
 
     # -- start
 

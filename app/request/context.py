@@ -9,6 +9,8 @@ from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from actors.messages import Rates
+from actors.spans import NO_SPAN, Span
 from app.request.state import RequestError
 
 T = TypeVar("T")
@@ -21,6 +23,7 @@ class Caller:
     `trace` is the request's X-Request-Id, the client's or one of ours: the answer has it, and every line of the log.
     `named_by_serve`: Serve's HTTP server has read or made that id, and writes it into the answer. `patience_s`: the
     client gives up when nothing has come after this; 0: it does not say.
+    `rates`: what was left of the tenant's limits when the request was admitted or refused.
     """
 
     tenant: str = ""
@@ -29,6 +32,8 @@ class Caller:
     named_by_serve: bool = False
     patience_s: float = 0.0
     fault: RequestError | None = None
+    rates: Rates | None = None
+    span: Span = NO_SPAN
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("pageferry_caller", default=None)

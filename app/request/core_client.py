@@ -99,6 +99,8 @@ class FerryCoreClient:
         caller = context.current()
         if caller.tenant:
             request = msgspec.structs.replace(request, cache_salt=context.cache_salt(caller.tenant))
+        if caller.span.context:
+            request = msgspec.structs.replace(request, trace_headers={"traceparent": caller.span.context})
         run = RequestDriver(
             request,
             group.request or self._admission(request, group.num_sequences, caller),
@@ -116,6 +118,10 @@ class FerryCoreClient:
         except asyncio.CancelledError:
             run.tell(Cancelled())
             raise
+
+    def limited(self, tenant: str, limit: str) -> None:
+        """A request was refused before it came here: its tenant has used a limit up."""
+        self._collaborators.metrics.limited(tenant, limit)
 
     def begin_group(self, name: str, num_sequences: int) -> SequenceGroup:
         """The next requests, `0_NAME`, `1_NAME` and so on, are the n sequences of one prompt."""
@@ -158,6 +164,7 @@ class FerryCoreClient:
             patience_s=caller.patience_s,
             priority=-request.priority,  # vLLM's API: lower comes earlier
             tokenizer=self.tokenizer,
+            trace=caller.span.context,
         )
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:

@@ -72,7 +72,7 @@ class RequestDriver:
         self._with = collaborators
         self._time = asyncio.get_running_loop().time
         name, prompt = request.external_req_id or request.request_id, request.prompt_token_ids or ()
-        self.record = RequestRecord(collaborators.metrics, name, caller.tenant, len(prompt))
+        self.record = RequestRecord(collaborators.metrics, name, caller, len(prompt))
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.emitted = EmittedTokens(request.request_id, page_tokens)
         self._state, self._first = state.begin(eligibility.recovery_of(request), retries_mismatch)
@@ -244,6 +244,7 @@ class RequestDriver:
         except ControllerGone as error:
             return self._without_controller(error)
         self.record.phase("admit", self._time() - started)
+        self.caller.rates = answer.ticket.rates if isinstance(answer, state.Admitted) else answer.busy.rates
         if isinstance(answer, state.Admitted):
             self.record.placed(answer.ticket)
         return answer

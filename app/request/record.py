@@ -12,8 +12,10 @@ from typing import Any
 
 from actors.messages import Outcome, Role, Ticket
 from app.metrics import FrontendMetrics
+from app.request.context import Caller
 from app.request.state import PAGE_INTEGRITY_ERROR, End
 from app.token_gaps import TokenGaps
+from cluster.metrics import LIMITS
 
 logger = logging.getLogger("pageferry.request")
 
@@ -21,24 +23,33 @@ ERROR_MAX = 200  # characters of a fault's message in the log
 
 
 class RequestRecord:
-    """`request_id`: the client's, as it is in the answer. `tenant`: "" where the service has none."""
+    """`request_id`: the client's, as it is in the answer."""
 
-    def __init__(self, metrics: FrontendMetrics, request_id: str, tenant: str, num_prompt_tokens: int) -> None:
+    def __init__(self, metrics: FrontendMetrics, request_id: str, caller: Caller, num_prompt_tokens: int) -> None:
         self._metrics = metrics
         self.request_id = request_id
-        self.tenant = tenant
+        self.tenant = caller.tenant  # "" where the service has none
         self.num_prompt_tokens = num_prompt_tokens
         self._began = time.monotonic()
         self._phases: dict[str, float] = {}
         self._replicas: list[str] = []
         self._resumed = 0
         self._gaps, self._engine_gaps = TokenGaps(metrics, "frontend"), TokenGaps(metrics, "engine")
+        self._span, self._since = caller.span, self._began  # of the phase that runs now
+        self._span.child("frontend.prepare", self._began - self._span.began, prompt_tokens=num_prompt_tokens)
 
     def phase(self, name: str, seconds: float) -> None:
-        """`name`: one of `cluster.metrics.PHASES`."""
+        """`name`: one of `cluster.metrics.PHASES`, which has just ended."""
+        if name != "prefill_replica":  # it is a part of prefill, and the replica's own span
+            self._end_phase(f"frontend.{name}")
         self._phases[name] = self._phases.get(name, 0.0) + seconds
         self._metrics.observe("pageferry_hand_over_seconds", seconds, phase=name)
         self._metrics.count("pageferry_phase_seconds_total", seconds, phase=name)
+
+    def _end_phase(self, name: str, **attributes: Any) -> None:
+        now = time.monotonic()
+        self._span.child(name, now - self._since, **attributes)
+        self._since = now
 
     def first_token(self, seconds: float) -> None:
         self._phases["first_token"] = seconds
@@ -78,9 +89,12 @@ class RequestRecord:
         outcome, fault = end.outcome, end.fault
         self._gaps.emit()
         self._engine_gaps.emit()
+        self._end_phase("frontend.stream", outcome=str(outcome), tokens=num_output_tokens)
         if token_gap_s is not None:
             self._metrics.observe("pageferry_tpot_seconds", token_gap_s)
-        if fault is not None and fault.retry_after_s > 0:
+        if fault is not None and fault.kind in LIMITS:
+            self._metrics.limited(self.tenant, fault.kind)
+        elif fault is not None and fault.retry_after_s > 0:
             self._metrics.count("pageferry_busy_total")
         if fault is not None and fault.kind == PAGE_INTEGRITY_ERROR:
             self._metrics.count("pageferry_page_integrity_errors_total")

@@ -297,9 +297,8 @@ def _on_refused(state: RequestState, event: Refused) -> Step:
     if state.lost is not None:
         message = f"the {state.lost} replica of this request is gone and it has no other place: {busy.reason}"
         return _end(state, Outcome.FAILED, RequestError(503, message, busy.retry_after_s))
-    return _end(
-        state, Outcome.FAILED, RequestError(429, f"no room for this request: {busy.reason}", busy.retry_after_s)
-    )
+    what = "rate limit reached" if busy.limit else "no room for this request"
+    return _end(state, Outcome.FAILED, RequestError(429, f"{what}: {busy.reason}", busy.retry_after_s, kind=busy.limit))
 
 
 def _decode_only(state: RequestState, event: Event | None = None) -> Step:

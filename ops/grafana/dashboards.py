@@ -147,7 +147,9 @@ POOLS = Dashboard(
         Panel(
             "Scaling decisions",
             [
-                Query(grown("scale_decisions_total", "5m", "pool, direction"), "{{pool}} {{direction}}"),
+                Query(
+                    grown("scale_decisions_total", "5m", "pool, direction, cause"), "{{pool}} {{direction}}: {{cause}}"
+                ),
             ],
             "In five minutes; the reason of each is in `pageferry status` and in the controller's log",
             width=12,

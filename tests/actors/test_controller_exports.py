@@ -63,7 +63,12 @@ def status(moved: int = 0, checks: float = 0.0, held: int = 3, incarnation: int 
         "ferry": {"bytes_moved": moved, "tokens_moved": 10, "tokens_recomputed": 0},
         "counters": {"pages_ok": 4, "pages_mismatch": 1, "admitted": 9, "tag_mismatch_events": 2},
         "staging": {"nodes": {"n": {"bytes_held": 7, "bytes_max": 9}}},
-        "scaling": {"decided": {"decode": {"up": 3, "down": 1}, "prefill": {"up": 0, "down": 0}}},
+        "scaling": {
+            "decided": [
+                {"pool": "decode", "direction": "up", "cause": "pressure", "times": 3},
+                {"pool": "decode", "direction": "down", "cause": "low", "times": 1},
+            ]
+        },
         "pools": {
             "prefill": {"target": None, "starting": 0, "unplaced": 0, "replicas": [replica("p", "bfloat16")]},
             "decode": {"target": 2, "starting": 0, "unplaced": 1, "replicas": [replica("d", "float8_e4m3fn")]},
@@ -86,7 +91,7 @@ def test_totals_are_counted_once_and_survive_a_new_life() -> None:
     assert backend.values[("pageferry_tickets_ended_total", "done")] == 5
     assert backend.values[("pageferry_pages_opened_total", "mismatch")] == 1
     assert backend.values[("pageferry_tag_mismatches_total",)] == 2
-    assert backend.values[("pageferry_scale_decisions_total", "decode", "up")] == 3
+    assert backend.values[("pageferry_scale_decisions_total", "decode", "up", "pressure")] == 3
     assert backend.values[("pageferry_kv_occupancy", "decode", "d")] == 0.25
     assert backend.values[("pageferry_kv_blocks", "free", "prefill", "p")] == 9
     assert backend.values[("pageferry_engine_integrity_unproven_s", "decode", "d")] == 0.5
@@ -102,7 +107,7 @@ def test_every_series_is_there_at_zero_before_its_first_event() -> None:
             assert {(metric.name, *labels.values()) for labels in metric.series({})} <= without_replica
     assert ("pageferry_tag_mismatches_total",) in without_replica
     assert ("pageferry_pages_opened_total", "stale") in without_replica
-    assert ("pageferry_scale_decisions_total", "decode", "up") in without_replica
+    assert ("pageferry_scale_decisions_total", "decode", "up", "pressure") in without_replica
     joined = status()
     joined["pools"]["decode"]["replicas"][0]["counters"] = {}  # integrity off: the engine names none of them
     exporter.export(joined)

@@ -261,7 +261,7 @@ def test_prefill_scales_by_queued_prompt_tokens_and_by_itself() -> None:
     assert [(d.pool, d.current, d.target) for d in decisions] == [(Role.PREFILL, 1, 5)]
     assert "prompt tokens" in decisions[0].reason
     decided = status(rig.machine, rig.now)["scaling"]["decided"]
-    assert decided == {"prefill": {"up": 1, "down": 0}, "decode": {"up": 0, "down": 0}}
+    assert decided == [{"pool": "prefill", "direction": "up", "cause": "pressure", "times": 1}]
 
 
 def test_prefill_at_zero_wakes_for_as_much_as_a_replica_is_worth_and_not_for_less() -> None:

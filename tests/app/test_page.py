@@ -33,6 +33,7 @@ from fastapi.testclient import TestClient
 
 from actors.controller import status as view
 from actors.controller.history import POINTS_MAX, STEP_S, History
+from app.api.keys import ADMIN_KEY, API_KEYS, KeyRing
 from app.api.middleware import Access, RequestFilter
 from app.api.page import VIEWERS_MAX, add_page
 
@@ -92,7 +93,7 @@ def test_history_keeps_ten_minutes() -> None:
 
 
 def test_the_page_is_open_and_its_events_are_not() -> None:
-    client = TestClient(Service(Access(tenants={"k": "acme"}, admin_key="secret", local=False)).app)
+    client = TestClient(Service(Access(KeyRing(None, {API_KEYS: "acme=k", ADMIN_KEY: "secret"}), local=False)).app)
     page = client.get("/pageferry")
     assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
     assert "http://" not in re.sub(r"http://www\.w3\.org/\S+", "", page.text) and "https://" not in page.text

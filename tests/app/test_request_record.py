@@ -10,6 +10,7 @@ import pytest
 
 from actors.messages import Outcome, Role, Ticket
 from app.metrics import OTHER, TENANTS_MAX, Discard, FrontendMetrics
+from app.request.context import Caller
 from app.request.record import RequestRecord
 from app.request.state import End, RequestError
 
@@ -23,7 +24,7 @@ def line(caplog: pytest.LogCaptureFixture) -> tuple[logging.LogRecord, dict[str,
 
 def test_a_request_leaves_one_line_with_what_happened(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pageferry.request")
-    record = RequestRecord(FrontendMetrics(Discard, "a", ["acme"]), "cmpl-1", "acme", 100)
+    record = RequestRecord(FrontendMetrics(Discard, "a", ["acme"]), "cmpl-1", Caller(tenant="acme"), 100)
     record.placed(TICKET)
     record.phase("admit", 0.01)
     record.phase("prefill", 0.2)
@@ -40,7 +41,7 @@ def test_a_request_leaves_one_line_with_what_happened(caplog: pytest.LogCaptureF
 
 def test_a_fault_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pageferry.request")  # what ran before may have silenced it
-    record = RequestRecord(FrontendMetrics(Discard), "cmpl-2", "", 5)
+    record = RequestRecord(FrontendMetrics(Discard), "cmpl-2", Caller(), 5)
     record.lost(Role.DECODE, "d#1", "has died")
     record.ended(End(Outcome.FAILED, RequestError(503, "no room" + "x" * 1000)), 0, None)
     logged, fields = line(caplog)
@@ -79,7 +80,7 @@ def test_labels_of_tenants_are_bounded_and_there_from_the_start() -> None:
     metrics = FrontendMetrics(backend, "a", [f"t{n}" for n in range(TENANTS_MAX + 5)])
     assert backend.counted[("pageferry_tenant_output_tokens_total", "t0")] == 0
     for tenant in ("t0", f"t{TENANTS_MAX}", f"t{TENANTS_MAX + 1}", ""):
-        RequestRecord(metrics, "r", tenant, 10).ended(End(Outcome.DONE), 3, None)
+        RequestRecord(metrics, "r", Caller(tenant=tenant), 10).ended(End(Outcome.DONE), 3, None)
     tenants = {key[1] for key in backend.counted if key[0].startswith("pageferry_tenant_")}
     assert len(tenants) == TENANTS_MAX + 1 and OTHER in tenants
     assert backend.counted[("pageferry_tenant_requests_total", "t0", "done")] == 1
