@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from app.api.keys import new_key, read_file, write_file
 from app.processes import MARK, marked
 from ops.grafana.dashboards import DASHBOARDS
 from ops.grafana.draw import draw
+from ops.prometheus.local import INSTALLED
 
 KIND = "table_free_page"
 SETTINGS = {
@@ -50,9 +50,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 pytestmark = [
     pytest.mark.timeout(560),
-    pytest.mark.skipif(
-        shutil.which("prometheus") is None, reason="prometheus is not installed (Debian package prometheus)"
-    ),
+    pytest.mark.skipif(not INSTALLED, reason="prometheus is not installed (Debian package prometheus)"),
 ]
 KEYS: dict[str, str] = {}
 
@@ -106,7 +104,7 @@ def test_counters_stand_at_0_before_the_first_event(watched: Watched) -> None:
         ("engine_preemptions_total", 'pool="decode"'),
     ):
         assert watched.value(f'ray_pageferry_{name}{{application="pageferry", {labels}}}') == 0, name
-    assert not watched.firing()
+    assert not watched.prometheus.firing()
 
 
 def test_a_request_moves_what_it_should(watched: Watched) -> None:
@@ -289,15 +287,15 @@ def test_a_page_mix_up_fires_its_alert_and_it_clears(watched: Watched) -> None:
     watched.wait("planted", lambda: plant(watched, "victim"), 60)
     victim.join()
     assert codes == [500]
-    fired = watched.wait("fires", lambda: "PageferryPageMixUp" in watched.firing(), 60)
-    cleared = watched.wait("clears", lambda: "PageferryPageMixUp" not in watched.firing(), 120)
+    fired = watched.wait("fires", lambda: "PageferryPageMixUp" in watched.prometheus.firing(), 60)
+    cleared = watched.wait("clears", lambda: "PageferryPageMixUp" not in watched.prometheus.firing(), 120)
     print(f"PageferryPageMixUp fired after {fired:.1f} s and cleared {cleared:.1f} s later (window {WINDOW})")
 
 
 def test_every_panel_of_every_dashboard_has_data(watched: Watched, tmp_path: Path) -> None:
     for board in DASHBOARDS:
         picture = tmp_path / f"{board.uid}.png"
-        filled = draw(board, watched.prometheus, watched.began, time.time(), "20s", picture)
+        filled = draw(board, watched.prometheus.url, watched.began, time.time(), "20s", picture)
         assert filled == len(board.panels), board.uid
         assert picture.stat().st_size > 10_000
 

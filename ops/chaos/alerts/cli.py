@@ -1,0 +1,169 @@
+"""`python -m ops.chaos.alerts.cli --out DIR`: every alert of ops/prometheus/rules.yaml, fired and cleared.
+
+In one service: one prefill and one decode engine of the demo model, the page check on, a real Prometheus. The windows
+of minutes in the rules are shortened, and nothing else of them. Writes alerts.json (what was done, every change seen,
+the table) and, of the same run, a picture of each dashboard and of the page. Needs Debian's prometheus, and chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from app.commands.serve import Service
+from cluster.metrics import TABLE
+from cluster.spec import ClusterSpec
+from ops.bench import facts
+from ops.chaos.alerts.stages import STAGES, Stage, Staging
+from ops.chaos.alerts.watch import Watch
+from ops.grafana.dashboards import DASHBOARDS
+from ops.grafana.draw import draw
+from ops.prometheus.local import INSTALLED, SHIPPED, Prometheus, prometheus
+
+WINDOW, HOLD, EVERY = "30s", "4s", "2s"
+NO_CONTROLLER = "PageferryNoController"
+SETTINGS: dict[str, Any] = {
+    "pools.decode.max_replicas": 2,
+    "pools.prefill.engine_args.num_gpu_blocks_override": 160,
+    "pools.decode.engine_args.num_gpu_blocks_override": 160,
+    "pools.prefill.max_num_batched_tokens": 256,
+    "model.max_model_len": 2048,
+    "integrity.mode": "check",
+    "integrity.policy": "fail",
+    "faults.kinds": ["table_free_page", "bit_flip", "page_freed_early"],
+    "faults.seed": 5,
+    "admission.occupancy_limit": 1.0,
+    "admission.queue_max": 8,
+    "transfer.staging_bytes_max": 18 << 20,
+}
+
+
+def _all_fired(watch: Watch, alerts: tuple[str, ...], since: float, firing: set[str]) -> bool:
+    return all(watch.after(alert, since, True) is not None for alert in alerts)
+
+
+def run(service: Service, watch: Watch) -> list[dict[str, Any]]:
+    staging, rows = Staging(service, watch), []
+    for stage in STAGES:
+        began = watch.now
+        say(f"{began:6.1f} s  stage: {stage.name}")
+        error = ""
+        try:
+            stage.act(staging)
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+            say(f"  {error}")
+        ended = watch.now
+        watch.wait(partial(_all_fired, watch, stage.alerts, began), stage.wait_s)
+        rows.append({"stage": stage, "began": round(began, 1), "ended": round(ended, 1), "error": error})
+    watch.wait(lambda firing: not firing, 150)
+    return rows
+
+
+def row(watch: Watch, alert: str, stage: Stage, began: float, ended: float) -> dict[str, Any]:
+    """Seconds from the start of the stage to the alert, and from its end to the last time it was clear again."""
+    clear = watch.last_clear(alert)
+    return {
+        "alert": alert,
+        "stage": stage.name,
+        "how": stage.how,
+        "what": stage.what,
+        "fired_after_s": watch.after(alert, began, True),
+        "cleared_after_s": None if clear is None else round(max(0.0, clear - ended), 1),
+    }
+
+
+def never_moved(watching: Prometheus, seconds: float) -> list[str]:
+    """Metrics of the table that were 0 or absent all the time."""
+    found = []
+    for metric in TABLE:
+        name = f"ray_{metric.name}_count" if metric.kind == "histogram" else f"ray_{metric.name}"
+        if not watching.value(f"max(max_over_time({name}[{seconds:.0f}s]))"):
+            found.append(metric.name)
+    return found
+
+
+def pictures(service: Service, watching: Prometheus, began: float, out: Path) -> None:
+    for board in DASHBOARDS:
+        filled = draw(board, watching.url, began, time.time(), "20s", out / f"{board.uid}.png")
+        say(f"{board.uid}: {filled} of {len(board.panels)} panels have data")
+    if (chromium := shutil.which("chromium")) is None:
+        return
+    for name, size in (("page", "1280,1500"), ("page-phone", "390,2400")):
+        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={size}", "--timeout=8000"]
+        subprocess.run(
+            [*command, f"--screenshot={out / name}.png", f"{service.url}/pageferry"],
+            check=False,
+            timeout=60,
+            capture_output=True,
+        )
+
+
+def main(argv: list[str]) -> int:
+    make = argparse.ArgumentParser(prog="python -m ops.chaos.alerts.cli", description=(__doc__ or "").split("\n")[0])
+    make.add_argument("--out", type=Path, required=True, help="folder for alerts.json and the pictures")
+    make.add_argument("--port", type=int, default=8011)
+    args = make.parse_args(argv)
+    if not INSTALLED:
+        print("no prometheus on this machine: apt-get install prometheus", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ["RAY_metrics_report_interval_ms"] = "2000"  # noqa: SIM112 - Ray's own spelling
+    spec = ClusterSpec.load("local-cpu", SETTINGS | {"frontend.port": args.port})
+    service = Service(spec, None)
+    began, record = time.time(), facts.gather(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            service.start()
+            assert service.folder is not None
+            targets = service.folder / "prom_metrics_service_discovery.json"
+            with prometheus(Path(folder), targets, WINDOW, HOLD, EVERY) as watching:
+                watch = Watch(watching, say)
+                watch.start()
+                service.wait_healthy(300)
+                watch.wait(lambda firing: watch.after(NO_CONTROLLER, 0.0, False) is not None, 60)
+                rows = run(service, watch)
+                pictures(service, watching, began, args.out)
+                still = never_moved(watching, time.time() - began)
+                watch.stop()
+        finally:
+            service.stop()
+    first = Stage(
+        "the service is not there yet", (NO_CONTROLLER,), "Ray is up and no controller has exported", _nothing
+    )
+    found = [row(watch, NO_CONTROLLER, first, 0.0, rows[0]["began"])]
+    found += [row(watch, alert, r["stage"], r["began"], r["ended"]) for r in rows for alert in r["stage"].alerts]
+    alerts = re.findall(r"alert: (\w+)", (SHIPPED / "rules.yaml").read_text())
+    shown = {r["alert"] for r in found if r["fired_after_s"] is not None and r["cleared_after_s"] is not None}
+    bad = [alert for alert in alerts if alert not in shown]
+    record |= {"command": " ".join(["python -m ops.chaos.alerts.cli", *argv])}
+    record |= {"window": WINDOW, "hold": HOLD, "scrape": EVERY, "table": found, "not_shown": bad}
+    record |= {"series_that_never_moved": still}
+    record |= {"changes": watch.changes, "stages": [{**r, "stage": r["stage"].name} for r in rows]}
+    (args.out / "alerts.json").write_text(json.dumps(record, indent=1) + "\n")
+    for each in found:
+        say(f"{each['alert']:28} {each['fired_after_s']!s:>7} {each['cleared_after_s']!s:>7}  {each['stage']}")
+    say(f"not shown: {bad or 'none'}")
+    return 1 if bad else 0
+
+
+def _nothing(staging: Staging) -> None:
+    """The stage is there by itself."""
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

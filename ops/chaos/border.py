@@ -1,0 +1,240 @@
+"""`python -m ops.chaos.border --out FILE`: what slow, idle and huge clients do to the others of a running service.
+
+In each round, in turned order: calm, calm again (the noise), 200 clients that send a head or a body a byte a second,
+1,000 connections that say nothing, and four that send 100 MB. Meanwhile one client asks for eight tokens again and
+again, each time on a new connection; its times are compared within the round. Memory is that of all the service's
+processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from app.commands.serve import Service
+from app.processes import marked
+from cluster.spec import ClusterSpec
+from ops.bench import facts
+from ops.bench.stats import p50, quantile, rounds_ratio
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: service\r\nContent-Type: application/json\r\n"
+BODY_BYTES, PIECE = 100 << 20, b" " * (256 << 10)
+NUM_SLOW, NUM_IDLE, NUM_LARGE = 200, 1000, 4
+ASKS = 40  # of the other client, an arm and round
+Attack = Callable[[str, int], Awaitable[str]]  # what came of one connection
+
+
+async def _open(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(host, port)
+
+
+async def _answer(reader: asyncio.StreamReader) -> str:
+    line = await asyncio.wait_for(reader.readline(), 60)
+    return line.split(b" ")[1].decode() if line.startswith(b"HTTP/") else "closed"
+
+
+async def slow_head(host: str, port: int) -> str:
+    return await _slowly(host, port, HEAD[:-2] + b"\r\nX-A: ")
+
+
+async def slow_body(host: str, port: int) -> str:
+    return await _slowly(host, port, HEAD + b"Content-Length: 100000\r\n\r\n")
+
+
+async def _slowly(host: str, port: int, begin: bytes) -> str:
+    reader, writer = await _open(host, port)
+    try:
+        writer.write(begin)
+        answer = asyncio.ensure_future(_answer(reader))
+        while not answer.done():
+            writer.write(b"a")
+            await asyncio.sleep(1.0)
+        return await answer
+    finally:
+        writer.close()
+
+
+async def idle(host: str, port: int) -> str:
+    reader, writer = await _open(host, port)
+    try:
+        return await asyncio.wait_for(_answer(reader), 60)
+    finally:
+        writer.close()
+
+
+async def declared_body(host: str, port: int) -> str:
+    return await _large(host, port, f"Content-Length: {BODY_BYTES}\r\n\r\n".encode(), b"", b"")
+
+
+async def undeclared_body(host: str, port: int) -> str:
+    return await _large(host, port, b"Transfer-Encoding: chunked\r\n\r\n", f"{len(PIECE):x}\r\n".encode(), b"\r\n")
+
+
+async def _large(host: str, port: int, rest: bytes, before: bytes, after: bytes) -> str:
+    reader, writer = await _open(host, port)
+    try:
+        writer.write(HEAD + rest)
+        answer = asyncio.ensure_future(_answer(reader))
+        for _ in range(BODY_BYTES // len(PIECE)):
+            if answer.done():
+                break
+            writer.write(before + PIECE + after)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            await asyncio.sleep(0)
+        return await answer
+    finally:
+        writer.close()
+
+
+ARMS: dict[str, tuple[tuple[Attack, int], ...]] = {
+    "calm": (),
+    "calm again": (),
+    "slow": ((slow_head, NUM_SLOW // 2), (slow_body, NUM_SLOW // 2)),
+    "idle": ((idle, NUM_IDLE),),
+    "100 MB": ((declared_body, NUM_LARGE // 2), (undeclared_body, NUM_LARGE // 2)),
+}
+
+
+def attack(arm: str, host: str, port: int, over: Any, said: Any) -> None:
+    """A process of its own: each connection is made anew when it has ended."""
+
+    async def again(kind: Attack, counts: Counter[str]) -> None:
+        while not over.is_set():
+            try:
+                what = await kind(host, port)
+            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+                what = type(error).__name__
+            counts[f"{kind.__name__}: {what}"] += 1
+            await asyncio.sleep(0.2)
+
+    async def run() -> None:
+        counts: Counter[str] = Counter()
+        tasks = [asyncio.ensure_future(again(kind, counts)) for kind, number in ARMS[arm] for _ in range(number)]
+        while not over.is_set():
+            await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        said.put(dict(counts))
+
+    asyncio.run(run())
+
+
+async def ask(url: str, times: int) -> tuple[list[float], list[int]]:
+    seconds, codes = [], []
+    body = {"model": "smollm2", "prompt": "A ship is", "max_tokens": 8, "ignore_eos": True}
+    for _ in range(times):
+        began = time.monotonic()
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as answer:
+            await answer.read()
+            codes.append(answer.status)
+        seconds.append(round(time.monotonic() - began, 4))
+    return seconds, codes
+
+
+def memory_mib(mark: str) -> float:
+    """Resident memory of every process of the service; shared pages count once for each that maps them."""
+    total = 0
+    for pid in marked(mark):
+        with contextlib.suppress(OSError, IndexError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    return round(total / 2**20, 1)
+
+
+async def one(arm: str, service: Service, times: int) -> dict[str, Any]:
+    address = urlsplit(service.url)
+    context = multiprocessing.get_context("spawn")
+    over, said = context.Event(), context.Queue()
+    process = context.Process(target=attack, args=(arm, address.hostname, address.port, over, said))
+    if ARMS[arm]:
+        process.start()
+        await asyncio.sleep(3.0)
+    seconds, codes = await ask(service.url, times)
+    memory = memory_mib(service.mark)
+    connections: dict[str, int] = {}
+    if ARMS[arm]:
+        over.set()
+        connections = await asyncio.to_thread(said.get, True, 60)
+        process.join(30)
+    return {"arm": arm, "seconds": seconds, "codes": codes, "memory_mib": memory, "connections": connections}
+
+
+async def rounds(service: Service, number: int, times: int) -> list[dict[str, Any]]:
+    await ask(service.url, 10)  # warm
+    found = []
+    names = list(ARMS)
+    for turn in range(number):
+        for arm in names[turn % len(names) :] + names[: turn % len(names)]:
+            row = {"round": turn} | await one(arm, service, times)
+            found.append(row)
+            shown = {name: row[name] for name in ("memory_mib", "connections")}
+            print(f"{turn} {arm:10} p50 {p50(row['seconds']):.3f} max {max(row['seconds']):.3f} {shown}", flush=True)
+    return found
+
+
+def p99(values: Sequence[float]) -> float:
+    return quantile(values, 0.99)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    of = {arm: [row for row in rows if row["arm"] == arm] for arm in ARMS}
+    calm = [row["seconds"] for row in of["calm"]]
+    found = {}
+    for arm, those in of.items():
+        seconds = [row["seconds"] for row in those]
+        flat = [each for group in seconds for each in group]
+        found[arm] = {
+            "asked": len(flat),
+            "answered_200": sum(code == 200 for row in those for code in row["codes"]),
+            "p50_s": round(p50(flat), 4),
+            "p99_s": round(p99(flat), 4),
+            "memory_mib_max": max(row["memory_mib"] for row in those),
+            "connections": dict(sum((Counter(row["connections"]) for row in those), Counter())),
+        }
+        if arm != "calm" and len(those) > 1:
+            found[arm]["p50_ratio"] = _interval(rounds_ratio(seconds, calm, p50))
+            found[arm]["p99_ratio"] = _interval(rounds_ratio(seconds, calm, p99))
+    return found
+
+
+def _interval(found: Any) -> list[float]:
+    return [round(value, 3) for value in (found.value, found.low, found.high)]
+
+
+def main(argv: list[str]) -> int:
+    make = argparse.ArgumentParser(prog="python -m ops.chaos.border", description=(__doc__ or "").split("\n")[0])
+    make.add_argument("--out", type=Path, required=True, help="JSON file with every time")
+    make.add_argument("--rounds", type=int, default=5)
+    make.add_argument("--asks", type=int, default=ASKS)
+    make.add_argument("--port", type=int, default=8012)
+    args = make.parse_args(argv)
+    record = facts.gather(argv) | {"command": " ".join(["python -m ops.chaos.border", *argv])}
+    service = Service(ClusterSpec.load("local-cpu", {"frontend.port": args.port}), None)
+    try:
+        service.start()
+        service.wait_healthy(300)
+        rows = asyncio.run(rounds(service, args.rounds, args.asks))
+    finally:
+        service.stop()
+    record |= {"summary": summary(rows), "rows": rows}
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record["summary"], indent=1))
+    whole = all(each["asked"] == each["answered_200"] for each in record["summary"].values())
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

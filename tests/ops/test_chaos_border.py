@@ -1,0 +1,62 @@
+"""The attacks of `ops.chaos.border` against the request filter on a real HTTP server, and the summary of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from app.api.middleware import Access, RequestFilter
+from cluster.frontend_spec import FrontendSpec
+from ops.chaos import border
+
+
+async def echo(request: Request) -> JSONResponse:
+    return JSONResponse(await request.json())
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    access = Access(frontend=FrontendSpec(body_wait_s=2.0))
+    app = RequestFilter(Starlette(routes=[Route("/v1/completions", echo, methods=["POST"])]), access)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        yield int(listening.getsockname()[1])
+        server.force_exit = server.should_exit = True
+        thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [(border.declared_body, "413"), (border.undeclared_body, "413"), (border.slow_body, "408")],
+)
+async def test_what_each_attack_is_answered(kind: border.Attack, answer: str, port: int) -> None:
+    assert await asyncio.wait_for(kind("127.0.0.1", port), 60) == answer
+
+
+def test_the_summary_compares_within_rounds() -> None:
+    factors = {"calm": 1.0, "calm again": 1.0, "slow": 1.5, "idle": 1.0, "100 MB": 1.0}
+    rows: list[dict[str, Any]] = []
+    for turn, scale in enumerate((1.0, 3.0)):
+        for arm, factor in factors.items():
+            row = {"arm": arm, "round": turn, "seconds": [scale * factor] * 10, "codes": [200] * 10}
+            rows.append(row | {"memory_mib": 100.0 + turn, "connections": {"idle: closed": 3}})
+    found = border.summary(rows)
+    assert found["slow"]["p99_ratio"] == [1.5, 1.5, 1.5] and found["idle"]["p50_ratio"][0] == 1.0
+    assert found["slow"]["asked"] == found["slow"]["answered_200"] == 20 and found["idle"]["memory_mib_max"] == 101.0
+    assert found["idle"]["connections"] == {"idle: closed": 6}
+    json.dumps(found)
