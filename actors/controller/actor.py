@@ -189,7 +189,9 @@ class Controller:
             known = {}
             if isinstance(value, Ticket):
                 known = {"ticket": value.ticket_id, "prefill": value.prefill, "decode": value.decode}
-            self._tracer.span("controller.admit", trace, time.monotonic() - began, why=getattr(value, "reason", ""), **known)
+            self._tracer.span(
+                "controller.admit", trace, time.monotonic() - began, why=getattr(value, "reason", ""), **known
+            )
             answer(value)
 
         return traced

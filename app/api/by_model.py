@@ -43,6 +43,7 @@ class ByModel:
             return
         path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         headers = {name: value for name, value in Headers(scope=scope).items() if name not in HOP}
+        answer: JSONResponse | None
         if path == "/health":
             answer = await self._health(headers)
         elif path == "/v1/models":

@@ -19,8 +19,8 @@ from app.api import json_body, routes
 from app.api.bodies import Bodies, BodyRefused
 from app.api.error_rewriter import ErrorRewriter, error_response
 from app.api.json_body import MAX_NAME_CHARS
-from app.api.patience import patience_s
 from app.api.keys import KeyRing, Owner, TooManyChecks
+from app.api.patience import patience_s
 from app.client.asgi import IN_PROCESS
 from app.request.context import CALLER, Caller
 from app.request.eligibility import INTERNAL_ARGS
