@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import urllib.error
 import urllib.request
 
+from app.api.keys import ADMIN_KEY
 from app.commands.own_http import opener
 from cluster.json_output import print_json
 
@@ -30,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("replicas", type=int)
     make.add_argument("--hold", type=seconds, default=600.0, metavar="TIME", help="automatic scaling rests: 90s, 10m")
     make.add_argument("--url", default="http://127.0.0.1:8000", help="of the service")
-    make.add_argument("--api-key", help="the admin key, where the service has one")
+    make.add_argument("--api-key", default=os.environ.get(ADMIN_KEY), help=f"an administrator's; default: {ADMIN_KEY}")
     make.add_argument("--json", action="store_true")
     return make
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
@@ -17,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from app.api.keys import ADMIN_KEY
 from app.commands.own_http import opener
 from app.commands.page_picture import picture
 from cluster.json_output import print_json
@@ -25,7 +27,7 @@ from cluster.json_output import print_json
 def parser() -> argparse.ArgumentParser:
     make = argparse.ArgumentParser(prog="pageferry status", description="Pools, replicas, tickets, bytes of a service.")
     make.add_argument("--url", default="http://127.0.0.1:8000", help="of the service")
-    make.add_argument("--api-key", help="where the service has tenants")
+    make.add_argument("--api-key", default=os.environ.get(ADMIN_KEY), help=f"an administrator's; default: {ADMIN_KEY}")
     make.add_argument("--json", action="store_true", help="the same as GET /status")
     make.add_argument("--watch", action="store_true", help="again every --every seconds until Ctrl-C")
     make.add_argument("--every", type=float, default=1.0, metavar="SECONDS")
