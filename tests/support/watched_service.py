@@ -48,4 +48,5 @@ def watched_service(folder: Path, settings: list[str], window: str) -> Iterator[
             logs = targets.parent / "session_latest" / "logs" / "serve"
             made = Watched(url, watching, logs, time.time(), process, shown)
             made.wait("scraped", lambda: made.value("ray_pageferry_tag_mismatches_total") is not None, 60)
+            made.wait("seen by all rules", lambda: not watching.firing(), 60)
             yield made

@@ -52,10 +52,14 @@ def _all_fired(watch: Watch, alerts: tuple[str, ...], since: float, firing: set[
     return all(watch.after(alert, since, True) is not None for alert in alerts)
 
 
-def run(service: Service, watch: Watch) -> list[dict[str, Any]]:
-    staging, rows = Staging(service, watch), []
+def run(service: Service, watch: Watch, record: dict[str, Any], seconds: float, out: Path) -> None:
+    staging = Staging(service, watch)
+    rows: list[dict[str, Any]] = []
     for stage in STAGES:
         began = watch.now
+        if began > seconds:
+            say(f"{began:6.1f} s  no time left for: {stage.name}")
+            continue
         say(f"{began:6.1f} s  stage: {stage.name}")
         error = ""
         try:
@@ -66,8 +70,23 @@ def run(service: Service, watch: Watch) -> list[dict[str, Any]]:
         ended = watch.now
         watch.wait(partial(_all_fired, watch, stage.alerts, began), stage.wait_s)
         rows.append({"stage": stage, "began": round(began, 1), "ended": round(ended, 1), "error": error})
-    watch.wait(lambda firing: not firing, 150)
-    return rows
+        write(record, watch, rows, out)
+    watch.wait(lambda firing: not firing, 90)
+    write(record, watch, rows, out)
+
+
+def write(record: dict[str, Any], watch: Watch, rows: list[dict[str, Any]], out: Path) -> None:
+    """What is known so far: after each stage, so that a campaign that is cut short leaves its data."""
+    what = "Ray is up and no controller has exported anything"
+    first = Stage("the service is not there yet", (NO_CONTROLLER,), what, lambda staging: None)
+    found = [row(watch, NO_CONTROLLER, first, 0.0, 0.0)]
+    found += [row(watch, alert, r["stage"], r["began"], r["ended"]) for r in rows for alert in r["stage"].alerts]
+    shown = {r["alert"] for r in found if r["fired_after_s"] is not None and r["cleared_after_s"] is not None}
+    alerts = re.findall(r"alert: (\w+)", (SHIPPED / "rules.yaml").read_text())
+    record |= {"window": WINDOW, "hold": HOLD, "scrape": EVERY, "table": found}
+    record["not_shown"] = [alert for alert in alerts if alert not in shown]
+    record |= {"changes": watch.changes, "stages": [{**r, "stage": r["stage"].name} for r in rows]}
+    (out / "alerts.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def row(watch: Watch, alert: str, stage: Stage, began: float, ended: float) -> dict[str, Any]:
@@ -112,6 +131,9 @@ def pictures(service: Service, watching: Prometheus, began: float, out: Path) ->
 def main(argv: list[str]) -> int:
     make = argparse.ArgumentParser(prog="python -m ops.chaos.alerts.cli", description=(__doc__ or "").split("\n")[0])
     make.add_argument("--out", type=Path, required=True, help="folder for alerts.json and the pictures")
+    make.add_argument(
+        "--seconds", type=float, default=480.0, help="no stage begins after this; a run takes minutes more"
+    )
     make.add_argument("--port", type=int, default=8011)
     args = make.parse_args(argv)
     if not INSTALLED:
@@ -121,7 +143,7 @@ def main(argv: list[str]) -> int:
     os.environ["RAY_metrics_report_interval_ms"] = "2000"  # noqa: SIM112 - Ray's own spelling
     spec = ClusterSpec.load("local-cpu", SETTINGS | {"frontend.port": args.port})
     service = Service(spec, None)
-    began, record = time.time(), facts.gather(argv)
+    began, record = time.time(), facts.gather(argv) | {"command": " ".join(["python -m ops.chaos.alerts.cli", *argv])}
     with tempfile.TemporaryDirectory() as folder:
         try:
             service.start()
@@ -132,33 +154,17 @@ def main(argv: list[str]) -> int:
                 watch.start()
                 service.wait_healthy(300)
                 watch.wait(lambda firing: watch.after(NO_CONTROLLER, 0.0, False) is not None, 60)
-                rows = run(service, watch)
-                pictures(service, watching, began, args.out)
-                still = never_moved(watching, time.time() - began)
+                run(service, watch, record, args.seconds, args.out)
+                record["series_that_never_moved"] = never_moved(watching, time.time() - began)
                 watch.stop()
+                (args.out / "alerts.json").write_text(json.dumps(record, indent=1) + "\n")
+                pictures(service, watching, began, args.out)
         finally:
             service.stop()
-    first = Stage(
-        "the service is not there yet", (NO_CONTROLLER,), "Ray is up and no controller has exported", _nothing
-    )
-    found = [row(watch, NO_CONTROLLER, first, 0.0, rows[0]["began"])]
-    found += [row(watch, alert, r["stage"], r["began"], r["ended"]) for r in rows for alert in r["stage"].alerts]
-    alerts = re.findall(r"alert: (\w+)", (SHIPPED / "rules.yaml").read_text())
-    shown = {r["alert"] for r in found if r["fired_after_s"] is not None and r["cleared_after_s"] is not None}
-    bad = [alert for alert in alerts if alert not in shown]
-    record |= {"command": " ".join(["python -m ops.chaos.alerts.cli", *argv])}
-    record |= {"window": WINDOW, "hold": HOLD, "scrape": EVERY, "table": found, "not_shown": bad}
-    record |= {"series_that_never_moved": still}
-    record |= {"changes": watch.changes, "stages": [{**r, "stage": r["stage"].name} for r in rows]}
-    (args.out / "alerts.json").write_text(json.dumps(record, indent=1) + "\n")
-    for each in found:
+    for each in record["table"]:
         say(f"{each['alert']:28} {each['fired_after_s']!s:>7} {each['cleared_after_s']!s:>7}  {each['stage']}")
-    say(f"not shown: {bad or 'none'}")
-    return 1 if bad else 0
-
-
-def _nothing(staging: Staging) -> None:
-    """The stage is there by itself."""
+    say(f"not shown: {record['not_shown'] or 'none'}")
+    return 1 if record["not_shown"] else 0
 
 
 def say(text: str) -> None:
