@@ -144,6 +144,8 @@ class Schedule:
     starts: list[int] = field(default_factory=list)  # in the queue's order; `UNKNOWN_NS`: not foreseeable
     _blocks: float = 0
     _slots: int = 0
+    _most_blocks: int = 0  # that a single replica can have
+    _most_slots: int = 0
     _now_ns: int = 0
     _prefill_ns: float = 0  # when prefill will have computed everything before this request
     _prefills: int = 0
@@ -170,17 +172,26 @@ class Schedule:
                 new._prefills += 1
                 ahead += prefill_ahead(replica)
                 continue
-            new._blocks += limit_of(replica, occupancy_limit) - replica.committed - reserve(replica.variance)
+            limit = limit_of(replica, occupancy_limit)
+            free = limit - replica.committed - reserve(replica.variance)
+            new._most_blocks, new._most_slots = max(new._most_blocks, limit), max(new._most_slots, replica.slots)
+            new._blocks += max(0, free)
             new._slots += replica.slots - replica.slots_taken
-            new._ends += [(end, reserved, slots) for end, _, reserved, _, slots in replica.ends]
+            debt = max(0, -free)  # promised beyond its limit: its own ends pay for it, no other replica's room does
+            for end_ns, _, reserved, _, slots in replica.ends:
+                paid = min(debt, reserved)
+                debt -= paid
+                new._ends.append((end_ns, reserved - paid, slots))
         new._prefill_ns = now_ns + ahead * forecast.prompt_token_ns / max(1, new._prefills)
         heapq.heapify(new._ends)
         return new
 
     def add(self, demand: Demand, block_tokens: int, prompt_token_ns: float) -> int:
         """The next request in order; returns when it will get its place."""
-        blocks = blocks_for(demand.request, demand.output, block_tokens)
+        blocks: float = blocks_for(demand.request, demand.output, block_tokens)
         slots, when = demand.request.num_sequences, self._now_ns
+        if self._most_slots:  # one that is larger than any replica gets a whole one
+            blocks, slots = min(blocks, self._most_blocks), min(slots, self._most_slots)
         while self._blocks < blocks or self._slots < slots:
             if not self._ends:
                 self.starts.append(UNKNOWN_NS)

@@ -11,7 +11,7 @@ from controller_driver import SECOND, ControllerDriver, spec_of
 
 from actors import deadlines
 from actors.controller.events import Tick
-from actors.messages import Outcome, Overloaded, Role, Ticket
+from actors.messages import Occupancy, Outcome, Overloaded, Role, Ticket
 from cluster.spec import SpecError
 
 WIDE = {"queue_max": 500, "queue_wait_s": 600, "stale_after_s": 30, "fence_after_s": 60}
@@ -244,6 +244,29 @@ def test_a_client_that_gives_up_sooner_is_told_sooner() -> None:
     rig.admit("running", prompt=2000, most=300)
     assert isinstance(rig.answer(rig.ask("hasty", prompt=2000, most=300, patience_s=5.0)), Overloaded)
     assert rig.answer(rig.ask("patient", prompt=2000, most=300)) is None
+
+
+def test_what_one_replica_has_promised_too_much_takes_no_room_from_another() -> None:
+    rig = ControllerDriver(spec_of(admission=WIDE | {"queue_wait_s": 45}))
+    rig.decode("large", blocks_total=1000)
+    rig.machine.forecast.token_ns = SECOND
+    rig.admit("long", prompt=6000, most=300)  # 197 blocks for 300 s
+    rig.machine.forecast.token_ns = SECOND / 10
+    pages = {"blocks_quarantined": 900, "blocks_total": 1000, "blocks_free": 100, "blocks_held": 0}
+    rig.machine.registry.replicas["large"].occupancy = Occupancy(**pages)
+    rig.decode("small", blocks_total=100)
+    assert rig.admit("running", prompt=2000, most=300).decode == "small"  # 72 blocks for 30 s
+    assert rig.answer(rig.ask("soon", prompt=2000, most=300)) is None, "it gets its place after 30 s, so it may wait"
+    assert rig.machine.expected_wait_s(rig.now) == pytest.approx(30, rel=0.1)
+
+
+def test_a_request_larger_than_any_replica_is_expected_when_one_is_empty() -> None:
+    rig = ControllerDriver(spec_of(admission=WIDE | {"queue_wait_s": 45}))
+    rig.decode("d", blocks_total=100)
+    rig.machine.forecast.token_ns = SECOND / 10
+    rig.admit("running", prompt=2000, most=300)
+    rig.ask("whole", prompt=3150, most=64)
+    assert rig.machine.expected_wait_s(rig.now) == pytest.approx(30, rel=0.1)
 
 
 def test_the_status_says_how_long_the_queue_is() -> None:
