@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     kind.add_argument("--ferry", action="store_true", help="seal + move + open against memory copying; no engine")
     make.add_argument("--quick", action="store_true", help="fewer rounds and requests: a look, not a figure to quote")
     make.add_argument("--rounds", type=int, help="instead of the plan's")
+    make.add_argument("--minutes", type=float, help="no new round after this long; what was measured is reported")
     make.add_argument("--json", action="store_true", help="print the report as JSON instead of tables")
     make.add_argument("--out", type=Path, help="folder for results; default: ops/results, for plans its bench/")
     make.add_argument("--port", type=int, default=8810, help="first of the HTTP ports that are used")
@@ -146,9 +148,9 @@ def _plan(args: argparse.Namespace, argv: list[str]) -> int:
     base = ClusterSpec.load(made.config, parse_overrides(list(made.set)))
     words = vocabulary(_tokenizer(base))
     say(f"{made.name}: {made.rounds} rounds of {', '.join(made.names)}")
-    known = facts.gather(argv)
+    known, until = facts.gather(argv), time.monotonic() + 60 * (args.minutes or math.inf)
     with tempfile.TemporaryDirectory(prefix="pfb-logs-") as folder:
-        visits = asyncio.run(rounds.run(made, specs, words, say, Path(folder)))
+        visits = asyncio.run(rounds.run(made, specs, words, say, Path(folder), until))
     tree = report.results(made, known, specs, visits, words, base.model.path)
     out = args.out or report.STORE
     out.mkdir(parents=True, exist_ok=True)

@@ -2,15 +2,24 @@
 
 Two arms that are the same system give A/A pairs of log ratios. A repetition draws rounds with replacement, and swaps
 the two sides of each at random, so that nothing but noise can make a difference.
+
+    python -m ops.bench.power ops/results/bench-overhead.json
+
+A results file of a plan with an A/A arm, or the turns of `pageferry bench --overhead`, of which each system's turns are
+paired with the next ones.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ops.bench import stats
 
@@ -46,3 +55,37 @@ def run(
         wrong += not null.low <= 0.0 <= null.high
         found += slowed.high < 0.0
     return Power(rounds, effect, repetitions, wrong, found)
+
+
+def pairs(tree: dict[str, Any]) -> dict[str, list[float]]:
+    """Log ratios of A/A pairs by what was measured, of a results file."""
+    if "systems" in tree:
+        turns = {name: system["ttft_s"] for name, system in tree["systems"].items()}
+        return {f"TTFT, {name}": [math.log(a / b) for a, b in zip(t[::2], t[1::2])] for name, t in turns.items()}
+    from ops.bench import figures
+    from ops.bench.plan import AGAIN, BASELINE
+
+    wanted = [figure for figure in figures.COMPARED if figure.key in ("tokens_per_s", "ttft_p50", "tpot_p50")]
+    return {
+        f"{figure.title} {figure.key}, {load}": figures.log_ratios(tree, AGAIN, BASELINE, load, figure)
+        for load in tree["loads"]
+        for figure in wanted
+    }
+
+
+def table(tree: dict[str, Any], effect: float = 0.02) -> str:
+    lines = [
+        "| pairs of | pairs | spread of log ratios | rounds for 2 % | A/A called different, of 20 | of 2,000 "
+        "| 2 % found, of 20 | of 2,000 |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, logs in pairs(tree).items():
+        few, many = run(logs, effect), run(logs, effect, repetitions=2000)
+        shares = [f"{count / many.repetitions:.1%}" for count in (many.false_positives, many.found)]
+        cells = f"{len(logs)} | {statistics.stdev(logs):.3f} | {few.rounds:,} | {few.false_positives} | {shares[0]}"
+        lines.append(f"| {name} | {cells} | {few.found} | {shares[1]} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(json.loads(Path(sys.argv[1]).read_text())))

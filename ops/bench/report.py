@@ -113,9 +113,10 @@ def benchmark(raw: Raw, plot: str = "") -> list[str]:
     """One plan: what was fixed, figures, ratios, the published row beside ours, and what could have been seen."""
     made, plan = figures.build(raw), raw["plan"]
     order = "all arms up, taking turns" if plan["together"] else "each arm started anew in each round"
+    num = len({visit["round"] for visit in raw["visits"]})
     lines = [
-        f"{plan['rounds']} rounds in rotated order, {order}; warm-up of {plan['warm_up_requests']} requests cut; seed "
-        f"{plan['seed']}.",
+        f"{num} of {plan['rounds']} rounds in rotated order, {order}; warm-up of {plan['warm_up_requests']} requests",
+        f"cut; seed {plan['seed']}.",
         f"Plan {raw['plan_sha256']}, model {raw['model_sha256'][:16]}, prompts {raw['prompts_sha256']}.",
         "Gate green: every answer complete, usage exact, repeated greedy answers equal.",
         "",
@@ -127,7 +128,7 @@ def benchmark(raw: Raw, plot: str = "") -> list[str]:
         lines += [
             *figures.ratio_table(made),
             "",
-            f"Ratios are geometric means over {plan['rounds']} paired rounds, intervals Student's t on log ratios,",
+            f"Ratios are geometric means over {num} paired rounds, intervals Student's t on log ratios,",
             f"each 95 % by itself. Equal: the interval lies within {plan['margin']:.0%}.",
             "",
         ]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -46,8 +48,11 @@ class Arm:
     target: drive.Target
 
 
-async def run(plan: Plan, specs: Sequence[SystemSpec], words: Sequence[int], say: Say, folder: Path) -> list[Visit]:
-    """All visits in the order in which they were made. Stops after a round with a breach: no speed will be shown."""
+async def run(
+    plan: Plan, specs: Sequence[SystemSpec], words: Sequence[int], say: Say, folder: Path, until: float = math.inf
+) -> list[Visit]:
+    """All visits in the order in which they were made. Stops after a round with a breach (no speed will be shown), and
+    after the round in which `until` (monotonic seconds) has passed."""
     made: list[Visit] = []
     async with contextlib.AsyncExitStack() as stack:
         up = [await stack.enter_async_context(_started(spec, say, folder)) for spec in specs if plan.together]
@@ -61,7 +66,7 @@ async def run(plan: Plan, specs: Sequence[SystemSpec], words: Sequence[int], say
             made += visits
             found = breaches(made)
             say(f"round {number + 1} of {plan.rounds}: {_progress(visits)}, {len(found)} breaches")
-            if found:
+            if found or time.monotonic() > until:
                 break
     return made
 
@@ -157,8 +162,6 @@ def _raw(sent: drive.Sent) -> dict[str, Any]:
 
 
 def hash_of(text: str) -> str:
-    import hashlib
-
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

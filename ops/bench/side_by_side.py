@@ -19,6 +19,7 @@ import sys
 import time
 from typing import Any
 
+import httpx
 import ray
 
 from app.commands.serve import Service
@@ -81,20 +82,18 @@ class Clients:
         }
 
 
-async def _status(session: Any, url: str) -> State:
-    async with session.get(f"{url}/status") as answer:
-        found: State = await answer.json()
-        return found
+async def _status(session: httpx.AsyncClient, url: str) -> State:
+    found: State = (await session.get(f"{url}/status")).json()
+    return found
 
 
-async def _wait_healthy(session: Any, url: str) -> None:
+async def _wait_healthy(session: httpx.AsyncClient, url: str) -> None:
     until = time.monotonic() + HEALTHY_S
     while True:
         try:
-            async with session.get(f"{url}/health") as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
+            if (await session.get(f"{url}/health")).status_code == 200:
+                return
+        except httpx.HTTPError:
             pass
         if time.monotonic() > until:
             raise TimeoutError(f"{url} is not healthy within {HEALTHY_S:g} s")
