@@ -31,6 +31,7 @@ from actors.messages import (
 LOOK_MAX = 64  # entries of the queue that one turn looks at
 BACKFILL_MAX = 8  # of these, behind the first that has no room
 ALONE_AFTER = 3  # attempts; from then on decode computes the prompt itself
+LOOK_AGAIN_NS = SECOND // 10  # a full queue is looked at so often though nothing got freer: forecasts change with time
 BACK_OFF_NS = SECOND // 4
 CANCEL_REPEATS = 3  # heartbeat replies that carry a cancel: a lost reply loses nothing
 OUTCOME_EVENT = {
@@ -69,7 +70,7 @@ class Admission(ControllerState):
         bound_ns = min(self._queue_ns, int(request.patience_s * SECOND) or self._queue_ns)
         waiting = Waiting(call_id, request, now_ns, now_ns + bound_ns, cost)
         self.queue.put(waiting)
-        self._drain_queue(now_ns)
+        self._drain_queue(now_ns, waiting)
         if waiting in self.queue:
             self._bound_queue(waiting, now_ns)
 
@@ -167,26 +168,48 @@ class Admission(ControllerState):
         if choice.prefill is not None:
             self.selector.refresh(choice.prefill)
 
-    def _drain_queue(self, now_ns: int) -> None:
-        """Gives places to those who wait, in fair order.
+    def _drain_queue(self, now_ns: int, newest: Waiting | None = None) -> None:
+        """Gives places to those who wait, in fair order. `newest`: has just come.
 
         The first for whom there is no room keeps the place that it will get first; behind it, only those get one who
         do not delay that.
         """
+        if len(self.queue) and not self._still_full(now_ns, newest):
+            shorts = self._serve_queue(now_ns)
+            self._full_ns, self._full = now_ns, None if Short.STAGING in shorts else (shorts, *self._freed(shorts))
+
+    def _freed(self, shorts: frozenset[Short]) -> tuple[int, int, int]:
+        """Changes whenever somebody may find room who lacked `shorts`."""
+        prefill = self.selector.prefill_freed if Short.PREFILL in shorts else 0
+        return self.queue.num_left, self.selector.decode_freed, prefill
+
+    def _still_full(self, now_ns: int, newest: Waiting | None) -> bool:
+        """Everybody whose turn it may be was looked at a moment ago, and nothing has got freer since."""
+        full = self._full
+        if full is None or now_ns - self._full_ns >= LOOK_AGAIN_NS or full[1:] != self._freed(full[0]):
+            return False
+        return newest is None or newest not in islice(self.queue.in_order(now_ns), BACKFILL_MAX + 1)
+
+    def _serve_queue(self, now_ns: int) -> frozenset[Short]:
+        """What those lack who got no place."""
         hold: Hold | None = None
+        shorts: set[Short] = set()
         num_behind = 0
         for waiting in list(islice(self.queue.in_order(now_ns), LOOK_MAX)):
             if waiting not in self.queue:
                 continue  # it has left meanwhile
             placed = self._attempt(self._serve_waiting, waiting, hold, now_ns)
+            if isinstance(placed, Short):
+                shorts.add(placed)
             if placed is FAILED:
                 self._fail_waiting(waiting, now_ns)
             elif placed is not None and hold is not None:
                 num_behind += 1
                 if num_behind == BACKFILL_MAX:
-                    return
+                    break
             elif placed is not None and placed is not Short.REPLICA:  # what no replica here can take delays nobody
                 hold = self.selector.hold_for(waiting.request, placed, waiting.generation, now_ns)
+        return frozenset(shorts)
 
     def _serve_waiting(self, waiting: Waiting, hold: Hold | None, now_ns: int) -> Short | None:
         choice = self._choose_for(waiting, hold, now_ns)
@@ -225,7 +248,7 @@ class Admission(ControllerState):
         if live.ticket.attempt > ALONE_AFTER:  # what keeps failing is tried ever more slowly, to outlive a storm
             waiting.not_before_ns = now_ns + (BACK_OFF_NS << (live.ticket.attempt - ALONE_AFTER - 1))
         self.queue.put(waiting)
-        self._drain_queue(now_ns)
+        self._drain_queue(now_ns, waiting)
 
     def _again(self, live: TicketRecord, choice: Choice, now_ns: int) -> Ticket:
         """A ticket that lost its replica has a new place."""

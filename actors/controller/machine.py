@@ -94,7 +94,8 @@ class Machine(Membership):
 
     def _tick(self, event: Tick, call_id: CallId, now_ns: int) -> None:
         self._ticked_ns = now_ns
-        for replica in list(self.registry.replicas.values()):
+        quiet_ns = now_ns - self._stale_ns
+        for replica in [r for r in self.registry.replicas.values() if r.heard_ns <= quiet_ns or r.draining_since_ns]:
             self._attempt(self._watch, replica, now_ns)
         for node in self.registry.nodes.values():
             self._attempt(self._watch_node, node, now_ns)
@@ -146,4 +147,5 @@ class Machine(Membership):
         self.selector.configure(event.spec.admission, event.spec.transfer.staging_bytes_max)
         self.queue.size_max = event.spec.admission.queue_max
         self.autoscaler.configure(event.spec)
+        self._full = None
         self._out.append(Log("the configuration has changed"))

@@ -321,6 +321,7 @@ class Membership(Recovery):
                 self._close(live, Outcome.CANCELLED, now_ns)
         self._reply(call_id, FrontendReply(epoch=self.epoch, known=known, stamp=now_ns))
         if is_news:
+            self._full = None
             self._drain_queue(now_ns)
 
     def _note_reachable(self, event: FrontendHeartbeat) -> bool:

@@ -54,6 +54,7 @@ class AdmissionQueue(Tracked):
         self._served: TrackedDict[Line, float] = TrackedDict()  # virtual time of each line that waits
         self._clock = 0.0  # virtual time: of the line served last
         self._number = 0
+        self.num_left = 0  # that were served or dropped
         self._waiting: TrackedDict[int, Waiting] = TrackedDict()  # by call
 
     def __len__(self) -> int:
@@ -82,6 +83,7 @@ class AdmissionQueue(Tracked):
         waiting: Waiting | None = self._waiting.pop(call_id, None)
         if waiting is None:
             return None
+        self.num_left += 1
         if waiting.ticket_id:
             self._again.remove(waiting)
             return waiting

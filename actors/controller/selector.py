@@ -33,6 +33,7 @@ from actors.messages import AdmitRequest, ReplicaId, Role
 from cluster.spec import AdmissionSpec
 
 CANDIDATES = 3  # least loaded replicas that are looked at closely
+HOLD_LOOKS = 8  # replicas among which the place that a request will get first is looked for
 SESSION_SLACK = 0.25  # a session's own replica may be this much fuller (share of its blocks) than the best one
 PREFIX_WORTH = 0.25  # a full prefix hit is worth this share of a replica's blocks
 PREFILL_FULL_TOKENS = 1 << 20  # in-flight prompt tokens at which the prefill index stops telling loads apart
@@ -63,8 +64,17 @@ class _Pool(Tracked):
     ring: HashRing = field(default_factory=HashRing)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     sizes: TrackedDict[ReplicaId, int] = field(default_factory=TrackedDict)  # blocks of those in the index
+    loads: TrackedDict[ReplicaId, tuple[float, ...]] = field(default_factory=TrackedDict)  # of those in the index
     largest: int = 0
     smallest: int = 0
+
+    def note(self, replica_id: ReplicaId, load: tuple[float, ...]) -> bool:
+        """Whether it has more of anything free than at the last time."""
+        before = self.loads.get(replica_id)
+        if before == load:
+            return False
+        self.loads[replica_id] = load
+        return before is None or any(now < then for now, then in zip(load, before))
 
     def resize(self, replica_id: ReplicaId, blocks: int) -> None:
         """`blocks` 0: it is gone."""
@@ -113,6 +123,9 @@ class ReplicaSelector(Tracked):
         self._registry = registry
         self._replicas = registry.replicas
         self._pools: TrackedDict[tuple[Role, str], _Pool] = TrackedDict()  # by role and generation
+        # How often a replica of that pool had more free than before: while this stands still, nobody who found no
+        # room finds any.
+        self.decode_freed = self.prefill_freed = 0
 
     def configure(self, spec: AdmissionSpec, staging_bytes_max: int) -> None:
         self._spec = spec
@@ -131,12 +144,16 @@ class ReplicaSelector(Tracked):
             pool.index.drop(replica.id)
             pool.ring.drop(replica.id)
             pool.resize(replica.id, 0)
+            pool.loads.pop(replica.id, None)
         elif replica.role is Role.DECODE:
             pool.index.put(replica.id, _fullness(replica))
             pool.ring.add(replica.id)
             pool.resize(replica.id, replica.announcement.blocks_total)
+            self.decode_freed += pool.note(replica.id, (replica.committed, replica.slots_taken, replica.variance))
         else:
-            pool.index.put(replica.id, prefill_ahead(replica) / PREFILL_FULL_TOKENS)
+            ahead = prefill_ahead(replica)
+            pool.index.put(replica.id, ahead / PREFILL_FULL_TOKENS)
+            self.prefill_freed += pool.note(replica.id, (ahead,))
 
     def forget(self, replica: Replica) -> None:
         """The replica is gone, and its cache with it."""
@@ -145,6 +162,7 @@ class ReplicaSelector(Tracked):
             pool.index.drop(replica.id)
             pool.ring.drop(replica.id)
             pool.resize(replica.id, 0)
+            pool.loads.pop(replica.id, None)
             pool.prefixes.drop(replica.id)
             if not pool.index:
                 del self._pools[key]
@@ -199,20 +217,29 @@ class ReplicaSelector(Tracked):
         if short in (Short.PREFILL, Short.STAGING):
             return Hold()
         demand = Demand.of(request, self._forecast)
-        best: Hold | None = None
+        found: list[Hold] = []
         for pool in self._decode_pools(request, generation):
-            for name in pool.sizes:
-                replica = self._replicas[name]
-                limit = limit_of(replica, self._spec.occupancy_limit)
-                if not self._registry.can_use(request, name) or (
-                    demand.blocks(replica) > limit and pool.sizes[name] < pool.largest
-                ):
-                    continue
-                start_ns = earliest(demand, replica, limit, now_ns)
-                if best is None or start_ns < best.start_ns:
-                    blocks = min(demand.blocks(replica), limit)
-                    best = Hold(replica, start_ns, blocks, demand.slots(replica))
-        return best or Hold(start_ns=UNKNOWN_NS)
+            # In a large pool of equals the least loaded ones have room first, as far as that is worth a look.
+            few = pool.index.least() if pool.smallest == pool.largest else pool.sizes
+            hold = self._earliest(demand, pool, islice(few, HOLD_LOOKS), now_ns)
+            if hold is None and len(pool.sizes) > HOLD_LOOKS:  # they may be out of its reach, or too small
+                hold = self._earliest(demand, pool, pool.sizes, now_ns)
+            found += [hold] if hold is not None else []
+        return min(found, key=lambda hold: hold.start_ns, default=Hold(start_ns=UNKNOWN_NS))
+
+    def _earliest(self, demand: Demand, pool: _Pool, names: Iterable[ReplicaId], now_ns: int) -> Hold | None:
+        best: Hold | None = None
+        for name in names:
+            replica = self._replicas[name]
+            limit = limit_of(replica, self._spec.occupancy_limit)
+            if not self._registry.can_use(demand.request, name) or (
+                demand.blocks(replica) > limit and pool.sizes[name] < pool.largest
+            ):
+                continue
+            start_ns = earliest(demand, replica, limit, now_ns)
+            if best is None or start_ns < best.start_ns:
+                best = Hold(replica, start_ns, min(demand.blocks(replica), limit), demand.slots(replica))
+        return best
 
     def _note(self, request: AdmitRequest, replica: Replica, hit_pages: int, num_pages: int) -> tuple[int, int]:
         """The replica will have this prompt cached, and allocates `num_pages` for it."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from actors.controller.autoscale import Autoscaler
-from actors.controller.capacity import Schedule
+from actors.controller.capacity import Schedule, Short
 from actors.controller.events import (
     CallId,
     Effect,
@@ -70,6 +70,9 @@ class ControllerState(Tracked):
         self.buckets = Buckets()  # of tenants with limits
         self._schedules: dict[str, Schedule] = {}  # of those who wait, by tokenizer; only ever made anew or added to
         self._scheduled_ns = -SCHEDULE_EVERY_NS
+        # When those who wait were looked at last, what they lacked, and counts that tell whether that is free now.
+        self._full: tuple[frozenset[Short], int, int, int] | None = None
+        self._full_ns = 0
         self.autoscaler = Autoscaler(spec, now_ns, fresh)
         self.frontends: TrackedDict[str, int] = TrackedDict()  # last heard
         self.stalls = Stalls()
