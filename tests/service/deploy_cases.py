@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from app.main import build
 from app.models import build as build_ingress
 from cluster.names import NAMESPACE, controller_actor, transfer_actor
 
+ROOT = Path(__file__).parents[2]
 LIGHT = {
     "pools.prefill.replicas": 0,
     "pools.decode.engine_args.num_gpu_blocks_override": 320,
@@ -60,6 +62,7 @@ def cluster() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_worker_niceness", "0")
+        patch.chdir(ROOT)  # the demo model's path is relative to it
         options = {"num_cpus": 4, "object_store_memory": 100 << 20, "log_to_driver": False, "logging_level": "ERROR"}
         ray.init(address="local", dashboard_port=made.dashboard, _temp_dir=folder, **options)
         serve.start(http_options={"host": "127.0.0.1", "port": made.http})

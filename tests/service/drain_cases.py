@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ def cluster() -> Iterator[tuple[Cluster, int]]:
     with tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         for name, value in (("AUTH_MODE", "disabled"), ("TMPDIR", folder), ("worker_niceness", "0")):
             patch.setenv(f"RAY_{name}", value)
+        patch.chdir(Path(__file__).parents[2])  # the demo model's path is relative to it
         head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 << 20}
         made, port = Cluster(initialize_head=True, head_node_args=head), free_port()
         try:
