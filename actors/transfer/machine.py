@@ -73,7 +73,7 @@ class TransferMachine:
         if not self._making:
             self._lend(now_ns)
         self.opening.keep(lambda key: self.staging.get(key) is not None)
-        if (events := self.outbox.take(now_ns, idle=not len(self.staging))) is not None:
+        if (events := self.outbox.take(now_ns)) is not None:
             self._effects.append(ev.Report(self.status(), events))
         effects, self._effects = self._effects, []
         return effects

@@ -6,7 +6,6 @@ from actors.messages import Sealed, TransferEvent
 from actors.transfer.staging import Key
 
 REPORT_EVERY_NS = 500_000_000
-REPORT_IDLE_NS = 2_000_000_000  # while nothing is held
 REPORT_AGAIN_NS = 200_000_000
 
 
@@ -17,7 +16,7 @@ class Outbox:
         self.standing: dict[Key, Sealed] = {}
         self._events: list[TransferEvent] = []
         self._sending: list[TransferEvent] | None = None
-        self._answered_ns = -REPORT_IDLE_NS  # the last report
+        self._next_ns = 0  # the next report without an event
         self._hold_ns = 0  # none before
 
     @property
@@ -28,20 +27,16 @@ class Outbox:
     def add(self, event: TransferEvent) -> None:
         self._events.append(event)
 
-    def take(self, now_ns: int, idle: bool = False) -> tuple[TransferEvent, ...] | None:
-        """The events of the report that is due now; None when none is due, or one is on its way.
-
-        `idle`: nothing is held, so that a report without an event says nothing new.
-        """
-        due_ns = self._answered_ns + (REPORT_IDLE_NS if idle else REPORT_EVERY_NS)
-        if self._sending is not None or now_ns < self._hold_ns or (not self._events and now_ns < due_ns):
+    def take(self, now_ns: int) -> tuple[TransferEvent, ...] | None:
+        """The events of the report that is due now; None when none is due, or one is on its way."""
+        if self._sending is not None or now_ns < self._hold_ns or (not self._events and now_ns < self._next_ns):
             return None
         self._sending, self._events = self._events, []
         return tuple(self._sending)
 
     def answered(self, now_ns: int) -> None:
         self._sending = None
-        self._answered_ns = now_ns
+        self._next_ns = now_ns + REPORT_EVERY_NS
 
     def failed(self, now_ns: int) -> None:
         """It may be a new controller that comes back: it hears of every seal that still waits for its reader."""
