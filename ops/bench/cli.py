@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--threads", type=int, default=1, help="OpenMP threads an engine of --overhead")
     load = make.add_argument_group("overhead")
     load.add_argument("--prompt-tokens", type=int, default=1000)
+    load.add_argument("--before", type=Path, help="an earlier overhead.json, whose phases are drawn beside these")
     load.add_argument("--pairs", type=int, default=None, help="default: 30 (10 with --quick)")
     pages = make.add_argument_group("ferry")
     pages.add_argument("--pages", default=None, help="page counts; default: 1,4,16,64,256,1024")
@@ -174,7 +175,9 @@ def _overhead(args: argparse.Namespace, argv: list[str], config: str, spec: Clus
     chosen = [
         systems.plain_vllm(spec, args.port, "fp8_e4m3", args.threads),
         systems.plain_vllm(spec, args.port + 1, "bfloat16", args.threads),
-        systems.ours(spec, config, args.overrides, args.port + 2, args.threads),
+        systems.ours(
+            spec, config, ["admission.local_prefill_max_tokens=0", *args.overrides], args.port + 2, args.threads
+        ),
     ]
     with tempfile.TemporaryDirectory(prefix="pfb-logs-") as folder:
         made = asyncio.run(overhead.run(chosen, plan, _tokenizer(spec), say, Path(folder)))
@@ -185,7 +188,8 @@ def _overhead(args: argparse.Namespace, argv: list[str], config: str, spec: Clus
     report["engine_pair"] = bare
     path = deliver(args, "overhead", report, f"{overhead.table(report)}\n\n{steps.table(bare)}")
     caption = f"{report['facts']['command']}\n{facts.one_line(report['facts'])}"
-    picture.phases([(row["phase"], row["mean_s"]) for row in report["phases"]], caption, path)
+    before = json.loads(args.before.read_text())["phases"] if args.before else []
+    picture.phases(report["phases"], before, caption, path)
     return 0
 
 

@@ -94,6 +94,7 @@ async def _handed_over(session: httpx.AsyncClient, spec: SystemSpec, plan: Plan)
 
 def build(made: Made) -> dict[str, Any]:
     ours = made.systems[-1]
+    second = [gap for answer in made.answers[ours.name] for gap in answer.gaps_s[:1]]
     ttft = {name: [answer.ttft_s for answer in answers] for name, answers in made.answers.items()}
     rows = []
     for spec in made.systems[:-1]:
@@ -120,7 +121,11 @@ def build(made: Made) -> dict[str, Any]:
         },
         "foreign_cpu": made.foreign_cpu,
         "overhead": rows,
-        "phases": phases.rows(made.phase_means, sum(ttft[ours.name]) / len(ttft[ours.name])),
+        "phases": phases.rows(
+            made.phase_means,
+            stats.mean(ttft[ours.name]),
+            stats.mean(second) if second else 0.0,
+        ),
     }
 
 

@@ -19,13 +19,15 @@ FIRST_TOKEN = "first_token"
 EXPORT_EVERY_S = 11.0  # Ray exports metrics every ten seconds
 LABELS = {
     "admit": "admit: ticket from the controller",
-    "call": "call to prefill and back, through Ray",
+    "call": "call to prefill and back",
     "prefill_replica": "prefill replica: lease, compute the prompt and seal its pages",
 }
 AFTER = {
     "hand_over": "hand_over: wait for the proof",
     "submit": "submit: call to decode, staging opened for reading, request in the engine",
+    "second_token": "decode: pages opened, one step, the token to the client",
 }
+AFTER_FIRST = "(after the first token) "
 
 Reading = dict[str, tuple[float, float]]  # phase -> seconds, count
 
@@ -89,13 +91,19 @@ def difference(before: Reading, after: Reading) -> dict[str, float]:
     return means
 
 
-def rows(means: dict[str, float], ttft_mean_s: float) -> list[dict[str, Any]]:
-    """The phases in their order; what is left on either side is named. After the first token: what decode waits for."""
+def rows(means: dict[str, float], ttft_mean_s: float, gap_mean_s: float = 0.0) -> list[dict[str, Any]]:
+    """The phases in their order; what is left on either side is named.
+
+    The first add up to `ttft_mean_s`, those after the first token to `gap_mean_s`, the client's time between the first
+    and the second.
+    """
     if FIRST_TOKEN not in means or "prefill" not in means:
         return []
     means = {**means, "call": means["prefill"] - means["prefill_replica"]}
     known = [(label, means[phase]) for phase, label in LABELS.items()]
     known.append(("the frontend", means[FIRST_TOKEN] - sum(seconds for _, seconds in known)))
     known.append(("HTTP, tokenizing, detokenizing, client", ttft_mean_s - means[FIRST_TOKEN]))
-    known += [(f"(after the first token) {label}", means[phase]) for phase, label in AFTER.items() if phase in means]
+    if gap_mean_s and {"hand_over", "submit"} <= means.keys():
+        means["second_token"] = gap_mean_s - means["hand_over"] - means["submit"]
+    known += [(AFTER_FIRST + label, means[phase]) for phase, label in AFTER.items() if phase in means]
     return [{"phase": label, "mean_s": seconds} for label, seconds in known]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,34 @@ def ferry(report: dict[str, Any], caption: str, path: Path) -> None:
     _finish(figure, caption, path)
 
 
-def phases(rows: Sequence[tuple[str, float]], caption: str, path: Path) -> None:
-    """Where a first token's time goes: one bar, phase after phase, in ms."""
+def phases(rows: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], caption: str, path: Path) -> None:
+    """Where a request's time goes: each phase begins where the one above it ended; ms, means over requests.
+
+    `before`: of an earlier run, in the same order, without names of its own.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(9, 0.4 * len(rows) + 1.6))
-    names = [name for name, _ in rows]
-    axis.barh(names, [seconds * 1e3 for _, seconds in rows], color=COLOURS[0])
-    for index, (_, seconds) in enumerate(rows):
-        axis.text(seconds * 1e3, index, f" {seconds * 1e3:.1f}", va="center", fontsize=8)
+    figure, axis = pyplot.subplots(figsize=(10, 0.5 * len(rows) + 1.8))
+    for number, (label, run) in enumerate((("now", rows), ("before", before))):
+        at, high = 0.0, 0.4
+        for index, row in enumerate(run):
+            width = max(0.0, row["mean_s"] * 1e3)
+            where = index + number * high
+            axis.barh(where, width, high, left=at, color=COLOURS[number], label=label if index == 0 else None)
+            axis.text(at + width, where, f" {width:.1f}", va="center", fontsize=7)
+            at += width
+        if run:
+            axis.axvline(at, color=COLOURS[number], lw=0.8, ls=":")
+    axis.set_yticks([index + 0.2 for index in range(len(rows))], [row["phase"] for row in rows], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("ms, mean")
+    axis.set_xlabel("ms since the request was sent")
+    axis.margins(x=0.08)
     axis.grid(axis="x", alpha=0.3)
+    if before:
+        axis.legend(fontsize=8)
     _finish(figure, caption, path)
 
 

@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ops.bench import cli, overhead, phases, prompts
+from ops.bench import cli, overhead, phases, picture, prompts
 from ops.bench.load import Answer
 from ops.bench.systems import SystemSpec
 
@@ -56,7 +57,7 @@ ray_pageferry_tpot_seconds_sum{WorkerId="w"} 99
 """
 
 
-def test_phases_add_up() -> None:
+def test_phases_add_up(tmp_path: Path) -> None:
     sums = {"admit": 1.0, "prefill": 2.0, "replica": 1.5, "submit": 1.0, "first": 5.0}
     more = {"admit": 1.5, "prefill": 6.0, "replica": 5.0, "submit": 1.2, "first": 13.0}
     means = phases.difference(
@@ -69,6 +70,11 @@ def test_phases_add_up() -> None:
     upto = [row for row in rows if not row["phase"].startswith("(after")]
     assert sum(row["mean_s"] for row in upto) == pytest.approx(0.9) and len(rows) == len(upto) + 1
     assert phases.rows({}, 0.9) == []
+    means["hand_over"] = 0.01
+    after = [row["mean_s"] for row in phases.rows(means, 0.9, 0.3) if row["phase"].startswith(phases.AFTER_FIRST)]
+    assert len(after) == 3 and sum(after) == pytest.approx(0.3)
+    picture.phases(rows, rows, "caption", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_overhead_table() -> None:
