@@ -32,6 +32,7 @@ LOOK_MAX = 64  # entries of the queue that one turn looks at
 BACKFILL_MAX = 8  # of these, behind the first that has no room
 ALONE_AFTER = 3  # attempts; from then on decode computes the prompt itself
 LOOK_AGAIN_NS = SECOND // 10  # a full queue is looked at so often though nothing got freer: forecasts change with time
+ALONE_WAIT_NS = 60 * SECOND  # that a request waits for a replica to itself, or a quarter of the longest wait
 BACK_OFF_NS = SECOND // 4
 CANCEL_REPEATS = 3  # heartbeat replies that carry a cancel: a lost reply loses nothing
 OUTCOME_EVENT = {
@@ -228,6 +229,11 @@ class Admission(ControllerState):
         if isinstance(choice, Short) and waiting.request.exclude:  # better one that failed before than none
             open_minded = msgspec.structs.replace(waiting.request, exclude=())
             choice = self.selector.choose(open_minded, now_ns, waiting.generation, hold)
+        waited_ns, most_ns = now_ns - waiting.since_ns, min(ALONE_WAIT_NS, self._queue_ns // 4)
+        if isinstance(choice, Short) and waiting.request.alone and waited_ns >= most_ns:
+            # Better beside others than not at all: should the engine end with it once more, it fails.
+            beside = msgspec.structs.replace(waiting.request, exclude=(), alone=False)
+            choice = self.selector.choose(beside, now_ns, waiting.generation, hold)
         return choice
 
     def _fail_waiting(self, waiting: Waiting, now_ns: int) -> None:

@@ -115,6 +115,19 @@ def test_it_waits_for_a_replica_to_become_empty_and_others_do_not_keep_it_from_t
     assert rig.audit() == []
 
 
+def test_it_runs_beside_others_when_no_replica_becomes_empty_in_time(rig: ControllerDriver) -> None:
+    rig.machine.forecast.token_ns = 1e9
+    for number in range(4):
+        rig.admit(f"a{number}", most=200)
+    call = suspect(rig, rig.admit("r", most=200))
+    rig.wait(14, beats=("d1", "d2", "p1"))
+    assert rig.answer(call) is None
+    rig.wait(2, beats=("d1", "d2", "p1"))
+    beside = rig.answer(call)
+    assert isinstance(beside, Ticket) and beside.prefill is None
+    assert len(rig.machine.registry.replicas[beside.decode].tickets) > 1 and rig.audit() == []
+
+
 def test_a_new_controller_keeps_it_alone(rig: ControllerDriver) -> None:
     from actors.messages import Claim
 
