@@ -47,16 +47,18 @@ def main(argv: list[str]) -> int:
         return 2
     from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-    began = time.time()
+    began = time.monotonic()
     try:
         client = ServeSubmissionClient(args.dashboard)
-        client.deploy_applications(with_others(config, client.get_serve_details()))
+        details = client.get_serve_details()
+        client.deploy_applications(with_others(config, details))
         names = [application["name"] for application in config["applications"]]
-        found = {} if args.no_wait else _wait(client, names, began, args.timeout)
+        before = {name: deployed_at(details["applications"].get(name)) for name in names}
+        found = {} if args.no_wait else _wait(client, before, args.timeout)
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         print(f"pageferry deploy: {error}", file=sys.stderr)
         return 1
-    seconds = round(time.time() - began, 1)
+    seconds = round(time.monotonic() - began, 1)
     if args.json:
         print_json({"applications": names, "status": found, "seconds": seconds})
     else:
@@ -84,12 +86,17 @@ def with_others(config: dict[str, Any], details: dict[str, Any]) -> dict[str, An
     return {**config, "applications": [*others, *config["applications"]]}
 
 
-def _wait(client: Any, names: list[str], began: float, timeout_s: float) -> dict[str, str]:
-    """Until Serve says that these run as deployed since `began`. Raises RuntimeError when it gives up."""
-    told = ""
+def deployed_at(application: dict[str, Any] | None) -> float:
+    """When Serve, by its own clock, was last told to deploy it; 0: never."""
+    return 0.0 if application is None else float(application["last_deployed_time_s"])
+
+
+def _wait(client: Any, before: dict[str, float], timeout_s: float) -> dict[str, str]:
+    """Until Serve says that these run as deployed after `before`. Raises RuntimeError when it gives up."""
+    told, began = "", time.monotonic()
     while True:
         applications = client.get_serve_details()["applications"]
-        states = {name: _state(applications.get(name), began) for name in names}
+        states = {name: _state(applications.get(name), at) for name, at in before.items()}
         failed = [f"{name}: {text}" for name, (state, text) in states.items() if state == "DEPLOY_FAILED"]
         if failed:
             raise RuntimeError("; ".join(failed))
@@ -99,14 +106,14 @@ def _wait(client: Any, names: list[str], began: float, timeout_s: float) -> dict
         if line != told:
             print(f"pageferry deploy: {line}", file=sys.stderr, flush=True)
             told = line
-        if time.time() - began > timeout_s:
+        if time.monotonic() - began > timeout_s:
             raise TimeoutError(f"not deployed after {timeout_s:.0f} s: {line}")
         time.sleep(POLL_S)
 
 
-def _state(application: dict[str, Any] | None, began: float) -> tuple[str, str]:
+def _state(application: dict[str, Any] | None, before: float) -> tuple[str, str]:
     """Serve's status of an application, and what is still to come in words."""
-    if application is None or application["last_deployed_time_s"] < began - 1.0:
+    if application is None or deployed_at(application) <= before:
         return "DEPLOYING", "Serve has not begun"
     status = str(application["status"])
     if status == "DEPLOY_FAILED":
