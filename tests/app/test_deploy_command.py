@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_failure_is_told_with_its_reason() -> None:
 
 
 def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((0.0, 61.0))
-    monkeypatch.setattr(deploy.time, "monotonic", lambda: next(clock))
+    clock = itertools.count(0.0, 61.0)
+    monkeypatch.setattr("app.commands.deploy.time.monotonic", lambda: next(clock))
     with pytest.raises(TimeoutError, match=r"not deployed after 60 s: a deploying"):
         deploy._wait(Client(details("DEPLOYING")), {"a": BEFORE}, 60.0)

@@ -18,6 +18,7 @@ CASES = {
 }
 
 
+@pytest.mark.timeout(960)
 @pytest.mark.parametrize("file", CASES)
 def test_in_a_cluster_of_its_own(file: str) -> None:
     # Nothing of the service's cluster may leak into the cluster of these cases.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -46,3 +47,13 @@ def test_a_run_in_the_record_is_not_run_again(tmp_path: Path, monkeypatch: pytes
     known = made(0.0)
     record.write_text("".join(json.dumps(asdict(row)) + "\n" for row in known))
     assert held_out.compare([101, 102, 103], record) == sorted(known, key=lambda row: row.seed)
+
+
+def test_the_page_says_where_ours_is_not_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_out, "compare", lambda seeds, record: made(0.05) if list(seeds) == [101, 102, 103] else [])
+    file = tmp_path / "page.md"
+    args = argparse.Namespace(repeats=3, seed=0, record=str(tmp_path / "runs.jsonl"), json=False, markdown=str(file))
+    assert held_out.main(args) == 0
+    text = file.read_text()
+    assert "- long bursts, floor 1, Serve 2, default delays: slo better, gpu hours not shown, flaps equal." in text
+    assert "Raw data: `runs.jsonl`" in text and "ours more" in text
