@@ -27,6 +27,7 @@ GAP_BOUNDS = (*(str(bound) for bound in GAP_SECONDS), "+Inf")
 
 POOLS = ("prefill", "decode")
 OUTCOMES = ("done", "cancelled", "failed")
+REQUEST_OUTCOMES = (*OUTCOMES, "refused")  # refused: 429, for want of room or by a tenant's limit
 VERDICTS = ("ok", "mismatch", "missing", "stale", "wrong_layout")
 LIVE_STATES = ("admitted", "prefilling", "sealed", "moving", "verified", "recomputing", "decoding")
 ENGINE_LOSSES = ("died", "hung", "silent")
@@ -78,7 +79,7 @@ def engine(name: str, help: str, kind: Kind = "counter") -> Metric:
 
 
 FRONTEND = (
-    counter("requests", "Requests that have ended, by outcome", outcome=OUTCOMES),
+    counter("requests", "Requests that have ended, by outcome", outcome=REQUEST_OUTCOMES),
     counter("busy", "Requests answered with 429 or 503 because there was no room"),
     histogram("ttft", "Arrival at the frontend to the first token", SECONDS),
     histogram("tpot", "Mean time between the tokens of a request, after the first", TOKEN_SECONDS),
@@ -120,7 +121,9 @@ FRONTEND = (
 )
 
 TENANT = (
-    counter("tenant_requests", "Requests of a tenant that have ended, by outcome", tenant=None, outcome=OUTCOMES),
+    counter(
+        "tenant_requests", "Requests of a tenant that have ended, by outcome", tenant=None, outcome=REQUEST_OUTCOMES
+    ),
     counter("tenant_prompt_tokens", "Prompt tokens of a tenant's requests", tenant=None),
     counter("tenant_output_tokens", "Tokens passed on to a tenant's clients", tenant=None),
     counter("tenant_limited", "Requests of a tenant that its limits refused, by limit", tenant=None, limit=LIMITS),

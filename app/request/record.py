@@ -10,7 +10,7 @@ import logging
 import time
 from typing import Any
 
-from actors.messages import Outcome, Role, Ticket
+from actors.messages import Role, Ticket
 from app.metrics import FrontendMetrics
 from app.request.context import Caller
 from app.request.state import PAGE_INTEGRITY_ERROR, End
@@ -98,17 +98,18 @@ class RequestRecord:
             self._metrics.count("pageferry_busy_total")
         if fault is not None and fault.kind == PAGE_INTEGRITY_ERROR:
             self._metrics.count("pageferry_page_integrity_errors_total")
-        self._metrics.count("pageferry_requests_total", outcome=str(outcome))
+        name = "refused" if fault is not None and fault.status == 429 else str(outcome)
+        self._metrics.count("pageferry_requests_total", outcome=name)
         self._metrics.count("pageferry_output_tokens_total", num_output_tokens)
-        self._metrics.of_tenant(self.tenant, str(outcome), self.num_prompt_tokens, num_output_tokens)
-        fields = self._fields(end, num_output_tokens, token_gap_s)
-        level = logging.WARNING if outcome is Outcome.FAILED else logging.INFO
+        self._metrics.of_tenant(self.tenant, name, self.num_prompt_tokens, num_output_tokens)
+        fields = self._fields(end, name, num_output_tokens, token_gap_s)
+        level = logging.WARNING if name == "failed" else logging.INFO
         logger.log(level, "%s", json.dumps(fields), extra={"request_id": self.request_id, "pageferry": fields})
 
-    def _fields(self, end: End, num_output_tokens: int, token_gap_s: float | None) -> dict[str, Any]:
+    def _fields(self, end: End, outcome: str, num_output_tokens: int, token_gap_s: float | None) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "request": self.request_id,
-            "outcome": str(end.outcome),
+            "outcome": outcome,
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": num_output_tokens,
             "seconds": round(time.monotonic() - self._began, 4),

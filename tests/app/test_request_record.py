@@ -50,6 +50,21 @@ def test_a_fault_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) ->
     assert "request cmpl-2 has lost its decode replica d#1: has died" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("kind", "counted"), [("", "pageferry_busy_total"), ("tokens", "pageferry_tenant_limited_total")]
+)
+def test_a_refusal_is_no_failure(kind: str, counted: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pageferry.request")
+    backend = Tags()
+    record = RequestRecord(FrontendMetrics(backend, "a"), "r", Caller(), 5)
+    record.ended(End(Outcome.FAILED, RequestError(429, "no", 1.0, kind)), 0, None)
+    assert backend.counted[("pageferry_requests_total", "refused")] == 1
+    assert backend.counted[("pageferry_requests_total", "failed")] == 0
+    assert sum(value for key, value in backend.counted.items() if key[0] == counted) == 1
+    logged, fields = line(caplog)
+    assert logged.levelno == logging.INFO and fields["outcome"] == "refused"
+
+
 class Tags:
     """A metrics backend: what was counted, by name and labels."""
 

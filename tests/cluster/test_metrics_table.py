@@ -69,7 +69,7 @@ def test_a_wrong_name_kind_or_label_is_an_error() -> None:
 
 
 def test_a_label_value_that_the_table_does_not_list_is_an_error() -> None:
-    with pytest.raises(ValueError, match="outcome is one of done, cancelled, failed, not 'lost'"):
+    with pytest.raises(ValueError, match="outcome is one of done, cancelled, failed, refused, not 'lost'"):
         Emitter(Backend()).count("pageferry_requests_total", outcome="lost")
 
 

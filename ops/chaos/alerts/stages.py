@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -122,11 +123,12 @@ def staged_counters(staging: Staging) -> None:
     time.sleep(8)  # the zeros have to be seen
     emitter.set("pageferry_engine_integrity_unproven_s", 12.0, **STAGED)
     emitter.set("pageferry_engine_integrity_quarantined_share", 0.07, **STAGED)
-    wanted = {"PageferryCheckStopped", "PageferryStepsUnproven", "PageferryPagesMissing", "PageferryQuarantineFills"}
+    wanted = ("PageferryCheckStopped", "PageferryStepsUnproven", "PageferryPagesMissing", "PageferryQuarantineFills")
+    began = staging.watch.now
     for _ in range(20):
         for name, labels in counters.items():
             emitter.count(name, 1.0, **labels)
-        if staging.watch.wait(lambda firing: wanted <= firing, 2.0):
+        if staging.watch.wait(lambda _: staging.watch.all_fired(wanted, began), 2.0):
             break
     emitter.set("pageferry_engine_integrity_unproven_s", 0.0, **STAGED)
     emitter.set("pageferry_engine_integrity_quarantined_share", 0.0, **STAGED)
@@ -164,8 +166,8 @@ def _scale(staging: Staging, replicas: int) -> None:
 def overcommit(staging: Staging) -> None:
     """Answers that were always short are suddenly long: decode has promised more pages than it has."""
     for _ in range(10):
-        staging.complete(2, 1000, stop=[" ", "e", "a"], ignore_eos=False)
-    with staging.several(14, 12, 1000):
+        staging.complete(2, 800, stop=[" ", "e", "a"], ignore_eos=False)
+    with staging.several(14, 12, 800):
         pass
 
 
@@ -180,8 +182,21 @@ def flood(staging: Staging) -> None:
 
 def _repeat(staging: Staging, until: float) -> None:
     while time.monotonic() < until:
-        if staging.complete(75, 2) != 200:
+        if staging.complete(80, 2) != 200:
             time.sleep(1.0)
+
+
+def hang_prefill(staging: Staging) -> None:
+    """The prefill engine's process is stopped; its replica gives it up and Serve makes another."""
+    (replica,) = (r for r in staging.status()["pools"]["prefill"]["replicas"] if r["state"] == "ready")
+    pid = int(replica["engine"]["worker_pid"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        staging.complete(40, 4)
+        staging.watch.wait(lambda firing: "PageferryEngineHung" in firing, 60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has been ended
+            os.kill(pid, signal.SIGCONT)
 
 
 def kill_decode(staging: Staging) -> None:
@@ -224,14 +239,20 @@ STAGES = (
     Stage(
         "short answers become long",
         ("PageferryPreemptions", "PageferryDecodeFull"),
-        "ten short answers, then fourteen of 1,000 tokens on 160 pages",
+        "ten short answers, then fourteen of 800 tokens on 160 pages",
         overcommit,
     ),
     Stage(
         "a flood of long prompts",
         ("PageferryRefusing", "PageferryFirstTokenSlow", "PageferryStagingFull"),
-        "24 clients with prompts of 1,500 tokens; the queue holds eight, staging one",
+        "24 clients with prompts of 1,200 tokens; the queue holds eight, staging one",
         flood,
+    ),
+    Stage(
+        "a prefill engine hangs",
+        ("PageferryEngineHung",),
+        "SIGSTOP of the engine's process",
+        hang_prefill,
     ),
     Stage(
         "decode is killed",

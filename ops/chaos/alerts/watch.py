@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ops.prometheus.local import Prometheus
 
@@ -53,6 +53,9 @@ class Watch(threading.Thread):
             (round(at - since, 1) for at, name, how in self.changes if (name, how) == (alert, fires) and at >= since),
             None,
         )
+
+    def all_fired(self, alerts: Iterable[str], since: float) -> bool:
+        return all(self.after(alert, since, True) is not None for alert in alerts)
 
     def last_clear(self, alert: str) -> float | None:
         return next((at for at, name, fires in reversed(self.changes) if name == alert and not fires), None)
