@@ -386,8 +386,11 @@ TENANTS = Dashboard(
             width=12,
         ),
         Panel(
-            "Failed",
-            [Query(rate("tenant_requests_total", "tenant", ', outcome="failed"'), "{{tenant}}")],
+            "Failed, and refused by its limits",
+            [
+                Query(rate("tenant_requests_total", "tenant", ', outcome="failed"'), "{{tenant}}"),
+                Query(rate("tenant_limited_total", "tenant, limit"), "{{tenant}}: {{limit}}"),
+            ],
             "A second",
             "reqps",
             width=12,
