@@ -6,7 +6,7 @@ pageferry simulate --scenario FILE --story                    a written-down one
 pageferry simulate published                                  the published decode curve of Kimi K2.6 on H200
 pageferry simulate autoscale                                  occupancy scaling against ongoing-request scaling
 pageferry simulate held_out                                   the same on seeds that nobody tuned on, at equal floors
-pageferry simulate scale                                      decision times with 1,000 decode replicas
+pageferry simulate scale --replicas 10,100,1000               what a decision of the controller costs
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scenario", help="run this scenario file instead")
     parser.add_argument("--story", action="store_true", help="one run, told line by line")
     parser.add_argument("--plot", help="folder for plots (PNG)")
-    parser.add_argument("--replicas", type=int, default=1000, help="scale: decode replicas")
-    parser.add_argument("--rate", type=float, default=2000.0, help="scale: requests a second")
+    parser.add_argument("--replicas", default="10,100,1000", help="scale: decode replicas, one or several numbers")
     parser.add_argument("--seconds", type=float, default=20.0, help="scale: simulated seconds that are measured")
     parser.add_argument(
         "--repeats", type=int, default=3, help="autoscale, held_out: runs of every policy, with other arrivals"
     )
     parser.add_argument(
-        "--record", help="autoscale, held_out: JSON lines of single runs; those there are not run again"
+        "--record",
+        help="autoscale, held_out: JSON lines of single runs; those there are not run again. scale: one JSON",
     )
     parser.add_argument("--markdown", help="also write the result as a table to this file")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

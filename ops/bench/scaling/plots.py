@@ -125,3 +125,22 @@ def plot_curve(points: Iterable[Point], path: Path) -> Path:
     axis.set_ylabel("decode tokens/s")
     axis.legend()
     return _save(pyplot, figure, path)
+
+
+def plot_decisions(runs: Iterable[Mapping[str, Any]], path: Path) -> Path:
+    """CPU time a step by the number of replicas: p50 as a line, p99 dotted; a panel for each load."""
+    runs = list(runs)
+    loads = list(dict.fromkeys(run["load"] for run in runs))
+    pyplot, figure, axes = _figure(1, len(loads), width=5.0 * len(loads), height=4.0)
+    for axis, load in zip(axes[0], loads):
+        mine = [run for run in runs if run["load"] == load]
+        kinds = dict.fromkeys(row["kind"] for run in mine for row in run["steps"])
+        for number, kind in enumerate(kinds):
+            rows = [(run["replicas"], row) for run in mine for row in run["steps"] if row["kind"] == kind]
+            sizes = [size for size, _ in rows]
+            axis.plot(sizes, [row["p50"] for _, row in rows], color=f"C{number}", marker="o", ms=3, label=kind)
+            axis.plot(sizes, [row["p99"] for _, row in rows], color=f"C{number}", ls=":", lw=1)
+        axis.axhline(1_000, color="grey", lw=0.6)
+        axis.set(xscale="log", yscale="log", xlabel="decode replicas", ylabel="CPU us a step", title=load)
+    axes[0][0].legend(fontsize=7)
+    return _save(pyplot, figure, path)

@@ -1,4 +1,4 @@
-"""How long the controller's decisions take in a large cluster: 1,000 decode replicas, 2,000 requests a second.
+"""What a decision of the controller costs, by the number of decode replicas: with room for all, and in a full cluster.
 
 The machine is driven directly with everything it would hear: admissions with prefix hashes and sessions, seals,
 hand-overs, openings, ends, a heartbeat a second from every replica, ticks. Each `step` is timed with this thread's
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import random
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ from actors.messages import (
 )
 from cluster.json_output import print_json
 from cluster.spec import ClusterSpec
+from ops.bench import facts
 from ops.simulate.announce import announcement
 from ops.simulate.traces import Lengths, poisson
 from ops.simulate.world import MS, SECOND
@@ -52,6 +53,7 @@ TOKEN_NS = 25 * MS
 PREFILL_NS = 400 * MS
 FRONTENDS = 16
 WARM_SHARE = 0.5  # of the time: the cluster fills up, then is measured
+LOADS = {"room": 2.0, "full": 5.0}  # requests a second and replica: less, and more, than a replica here can end
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,18 @@ def measure(replicas: int, rate: float, seconds: float, seed: int = 0) -> dict[s
     }
 
 
+def measure_all(sizes: list[int], seconds: float, seed: int = 0) -> dict[str, Any]:
+    """Every size with every load."""
+    runs = [
+        {"load": load, **measure(replicas, rate * replicas, seconds, seed)}
+        for load, rate in LOADS.items()
+        for replicas in sizes
+    ]
+    numbers = ",".join(str(size) for size in sizes)
+    command = f"pageferry simulate scale --replicas {numbers} --seconds {seconds:g} --seed {seed}"
+    return {**facts.gather([]), "command": command, "runs": runs}
+
+
 def memory_a_ticket(count: int = 2_000) -> int:
     """Bytes that one more live ticket with 64 prefix hashes takes in the controller (traced allocations)."""
     import tracemalloc
@@ -272,27 +286,29 @@ def _vast(announcement: Announcement) -> Announcement:
 
 def table(told: dict[str, Any]) -> str:
     lines = [
-        f"{told['replicas']:,} decode replicas, {told['rate_per_s']:,.0f} requests/s, {told['live_tickets']:,} live "
-        f"tickets at the end, {told['share_of_one_core']:.0%} of one core, {told['bytes_a_ticket']:,} bytes a ticket, "
-        f"audit {'clean' if told['audit_clean'] else 'NOT CLEAN'}, Python {sys.version.split()[0]}",
-        "",
-        "| step | count | mean us | p50 us | p99 us | worst us |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| load | decode replicas | live tickets | of one core | step | count | mean us | p50 us | p99 us | worst us |",
+        "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {row['kind']} | {row['count']:,} | {row['mean']} | {row['p50']} | {row['p99']} | {row['worst']} |"
-        for row in told["steps"]
-    ]
+    for run in told["runs"]:
+        head = f"| {run['load']} | {run['replicas']:,} | {run['live_tickets']:,} | {run['share_of_one_core']:.0%} "
+        for row in run["steps"]:
+            times = f"{row['mean']} | {row['p50']} | {row['p99']} | {row['worst']}"
+            lines.append(f"{head}| {row['kind']} | {row['count']:,} | {times} |")
     return "\n".join(lines) + "\n"
 
 
 def main(args: argparse.Namespace) -> int:
-    told = measure(args.replicas, args.rate, args.seconds, args.seed)
+    told = measure_all([int(size) for size in str(args.replicas).split(",")], args.seconds, args.seed)
     if args.json:
         print_json(told)
     else:
         print(table(told))
-    if args.markdown:
-        Path(args.markdown).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.markdown).write_text(table(told))
-    return 0 if told["audit_clean"] else 1
+    for path, text in ((args.markdown, table(told)), (args.record, json.dumps(told, indent=1) + "\n")):
+        if path:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text)
+    if args.plot:
+        from ops.bench.scaling.plots import plot_decisions
+
+        plot_decisions(told["runs"], Path(args.plot) / "controller-decisions.png")
+    return 0 if all(run["audit_clean"] for run in told["runs"]) else 1
