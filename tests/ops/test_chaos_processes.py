@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ops.chaos import cli
-from ops.chaos.processes import checks, report
+from ops.chaos.processes import checks, report, storm
 from ops.chaos.processes.campaign import Result
 from ops.chaos.processes.forms import FORMS, Recovery, problems_of
 from ops.chaos.processes.kinds import KINDS, Target
@@ -181,3 +181,13 @@ def test_one_command_has_all_faults(tmp_path: Path, capsys: pytest.CaptureFixtur
     done.write_text(json.dumps({"steps": 10, "alarms": 1, "outcomes": {}}))
     assert cli.main(["soak", "--steps", "10", "--file", str(done)]) == 1  # an alarm that was noted is a failure
     assert "FALSE ALARMS in 10 of 10 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "lost"), [(90.0, 105.0, 0), (101.0, 101.5, 0), (50.0, 99.0, 1), (103.0, 110.0, 1)]
+)
+def test_in_a_storm_only_connections_of_the_killed_frontend_may_break(start_s: float, end_s: float, lost: int) -> None:
+    broken = Answer(FORM["greedy"], ended="broken", status=200, start_s=start_s, end_s=end_s)
+    found = storm.judge([whole(), broken], killed_at=100.0)
+    assert (found.requests, found.complete, found.broken, found.lost) == (2, 1, 1 - lost, lost)
+    assert bool(found.problems) == bool(lost)
