@@ -117,13 +117,13 @@ def test_the_published_gain_grows_with_what_requests_hold() -> None:
 
 
 def test_a_large_cluster_is_driven_and_audited() -> None:
-    told = scale.measure_all([20], seconds=8.0)
+    told = scale.measure_all([8], seconds=8.0)
     room, full = told["runs"]
     assert room["audit_clean"] and full["audit_clean"], (room["breaches"], full["breaches"])
     counts = {row["kind"]: row["count"] for row in room["steps"]}
-    assert counts["AdmitRequest"] > 100 and counts["TransferReport"] > 150 and counts["Ended"] > 0
-    assert room["busy_answers"] == 0 < full["busy_answers"], "the second cluster is full"
-    assert 1_000 < room["bytes_a_ticket"] < 20_000
+    assert counts["AdmitRequest"] > 40 and counts["TransferReport"] > 60 and counts["Ended"] > 0
+    assert room["waiting"] == 0 < full["waiting"] and room["busy_answers"] == 0
+    assert 1_000 < told["bytes_a_ticket"] < 20_000
     assert scale.table(told).count("| AdmitRequest |") == 2
 
 

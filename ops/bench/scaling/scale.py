@@ -231,9 +231,9 @@ def measure(replicas: int, rate: float, seconds: float, seed: int = 0) -> dict[s
         "rate_per_s": rate,
         "seconds": seconds,
         "live_tickets": len(load.machine.registry.tickets),
+        "waiting": len(load.machine.queue),
         "busy_answers": load.busy,
         "share_of_one_core": round(busy_s / measured_s, 3),
-        "bytes_a_ticket": memory_a_ticket(),
         "audit_clean": found["clean"],
         "breaches": found["breaches"][:5],
         "steps": [{name: getattr(row, name) for name in Times.__slots__} for row in rows],
@@ -249,10 +249,10 @@ def measure_all(sizes: list[int], seconds: float, seed: int = 0) -> dict[str, An
     ]
     numbers = ",".join(str(size) for size in sizes)
     command = f"pageferry simulate scale --replicas {numbers} --seconds {seconds:g} --seed {seed}"
-    return {**facts.gather([]), "command": command, "runs": runs}
+    return {**facts.gather([]), "command": command, "bytes_a_ticket": memory_a_ticket(), "runs": runs}
 
 
-def memory_a_ticket(count: int = 2_000) -> int:
+def memory_a_ticket(count: int = 500) -> int:
     """Bytes that one more live ticket with 64 prefix hashes takes in the controller (traced allocations)."""
     import tracemalloc
 
