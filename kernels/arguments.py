@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.digest import base_seed, page_seed, to_signed, to_unsigned
+from kernels.digest import GOLDEN, base_seed, to_signed, to_unsigned
 from kernels.layout import PageDtype, PageLayout, PageOrder, SealBinding
+from kernels.torch_mix import mix
 
 BlockIds = Sequence[int] | Tensor
 # A numpy array too; numpy itself is not needed here (nor on a GPU machine with only torch and triton).
@@ -45,6 +47,32 @@ def check_caches(caches: Sequence[Tensor], layout: PageLayout) -> None:
             raise ValueError(f"cache of layer {layer} is {shown(cache)} on {cache.device}, layer 0 {shown(first)}")
 
 
+class PageCaches(Sequence[Tensor]):
+    """One cache tensor a layer, checked against its layout once and not in each call that gets it.
+
+    `addresses`, and `block_strides` in bytes, are int64 [layers] on the CPU.
+    """
+
+    def __init__(self, caches: Sequence[Tensor], layout: PageLayout) -> None:
+        check_caches(caches, layout)
+        self.layout = layout
+        self._caches = tuple(caches)
+        self.addresses = torch.tensor([to_signed(cache.data_ptr()) for cache in caches], dtype=torch.int64)
+        self.block_strides = torch.tensor([cache.stride(0) * cache.element_size() for cache in caches])
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._caches[layer]
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+
+def as_caches(caches: Sequence[Tensor], layout: PageLayout) -> PageCaches:
+    if isinstance(caches, PageCaches) and (caches.layout is layout or caches.layout == layout):
+        return caches
+    return PageCaches(tuple(caches), layout)
+
+
 def check_wire(name: str, pages: Tensor, wire: PageLayout) -> None:
     if pages.dtype is not torch.uint8 or pages.dim() != 2 or pages.shape[1] != wire.page_bytes:
         raise ValueError(f"{name} must be uint8 [n, {wire.page_bytes}], is {shown(pages)}")
@@ -63,20 +91,32 @@ def check_cover(blocks: int, tokens: int, others: int, other_tokens: int, name: 
 
 def as_block_ids(block_ids: BlockIds, cache: Tensor) -> Tensor:
     """int64 [m]. Host ids are checked against the cache; ids on a device are checked by the kernel."""
-    ids = torch.as_tensor(block_ids)
+    if isinstance(block_ids, Sequence):
+        return _from_host(block_ids, cache.shape[0])
+    ids = block_ids
     if ids.dim() != 1 or (len(ids) and ids.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"block_ids must be a list of numbers or int32/int64 [m], is {shown(ids)}")
     ids = ids.to(torch.int64)
     if ids.device.type == "cpu" and len(ids):
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= cache.shape[0]:
-            raise ValueError(f"block_ids go from {low} to {high}, the cache has blocks 0..{cache.shape[0] - 1}")
+        _check_range(int(ids.min()), int(ids.max()), cache.shape[0])
     return ids
+
+
+def _from_host(block_ids: Sequence[int], blocks: int) -> Tensor:
+    if not block_ids:
+        return torch.empty(0, dtype=torch.int64)
+    _check_range(min(block_ids), max(block_ids), blocks)
+    return torch.frombuffer(array("q", block_ids), dtype=torch.int64)
+
+
+def _check_range(low: int, high: int, blocks: int) -> None:
+    if low < 0 or high >= blocks:
+        raise ValueError(f"block_ids go from {low} to {high}, the cache has blocks 0..{blocks - 1}")
 
 
 def as_digests(digests: Digests, n: int, device: torch.device) -> Tensor:
     if isinstance(digests, Sequence):
-        out = torch.tensor([to_signed(to_unsigned(value)) for value in digests], dtype=torch.int64)
+        out = _from_numbers(digests)
     else:
         out = torch.as_tensor(digests)
         out = out.view(torch.int64) if out.dtype is torch.uint64 else out
@@ -85,8 +125,28 @@ def as_digests(digests: Digests, n: int, device: torch.device) -> Tensor:
     return out.to(device)
 
 
-def page_seeds(wire: PageLayout, binding: SealBinding, first_ordinal: int, n: int) -> Tensor:
-    if first_ordinal < 0:
-        raise ValueError(f"first_ordinal is {first_ordinal}, must be >= 0")
-    base = base_seed(wire, binding)
-    return torch.tensor([to_signed(page_seed(base, first_ordinal + i)) for i in range(n)], dtype=torch.int64)
+def _from_numbers(digests: Sequence[int]) -> Tensor:
+    try:
+        numbers = array("Q", digests)
+    except OverflowError:  # some are signed
+        numbers = array("Q", [to_unsigned(value) for value in digests])
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+
+
+class PageSeeds(NamedTuple):
+    """The seeds of `num_pages` pages from ordinal `first` on (`kernels.digest`, step 1); `base` is unsigned."""
+
+    base: int
+    first: int
+    num_pages: int
+
+    def tensor(self) -> Tensor:
+        """int64 [num_pages], on the CPU."""
+        ordinals = torch.arange(self.first, self.first + self.num_pages, dtype=torch.int64)
+        return mix((ordinals ^ to_signed(self.base)) + to_signed(GOLDEN))
+
+
+def page_seeds(wire: PageLayout, binding: SealBinding, first_ordinal: int, n: int) -> PageSeeds:
+    if not 0 <= first_ordinal < 1 << 32:
+        raise ValueError(f"first_ordinal is {first_ordinal}, must be 0 <= first_ordinal < 2^32")
+    return PageSeeds(base_seed(wire, binding), first_ordinal, n)

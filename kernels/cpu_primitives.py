@@ -1,7 +1,6 @@
-"""What the CPU kernels are made of: raw memory, bit casts, the digest of a block, e4m3 encoders.
+"""What the CPU kernels are made of: raw memory, bit casts, the digest of a layer, e4m3 encoders of one value.
 
-Compiled by numba, GIL released, one thread. The encoders are written so that LLVM turns them into vector code (their
-rate shows it); the digest's block is spelled out as vector instructions, because LLVM by itself picks half the width.
+Compiled by numba, GIL released, one thread. What passes over whole lines of 64 bytes is in `kernels.cpu_lines`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu_lines import hash_blocks, hash_lines
 from kernels.digest import BLOCK_BYTES, GOLDEN, MIX_A, MIX_B, NH_KEYS
 
-_LANES = 8
+PREFETCH_BYTES = 4096
+"""How far before its use a line is brought in: the hardware does not look past the end of a 4 KiB page."""
 
 
 def jit(signature: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -75,89 +75,10 @@ def float_of(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.uint32), generate
 
 
-@intrinsic
-def nh_block(typingctx: Any, address: Any, keys: Any) -> Any:
-    """(S1, S2) of the full block at `address`; `keys` is the address of `expanded_keys()`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        vector = ir.VectorType(word, _LANES)
-        low = ir.Constant(vector, [0xFFFFFFFF] * _LANES)
-        half = ir.Constant(vector, [32] * _LANES)
-
-        def load(base: Any, offset: int) -> Any:
-            place = builder.add(base, ir.Constant(word, offset))
-            return builder.load(builder.inttoptr(place, vector.as_pointer()), align=8)
-
-        def product(x: Any, h: Any, first: int, offset: int) -> Any:
-            a = builder.add(x, load(args[1], first * BLOCK_BYTES + offset))
-            b = builder.add(h, load(args[1], (first + 1) * BLOCK_BYTES + offset))
-            return builder.mul(builder.and_(a, low), builder.and_(b, low))
-
-        sums = [ir.Constant(vector, [0] * _LANES)] * 2
-        for offset in range(0, BLOCK_BYTES, 8 * _LANES):
-            x = load(args[0], offset)
-            h = builder.lshr(x, half)
-            sums = [builder.add(total, product(x, h, 2 * i, offset)) for i, total in enumerate(sums)]
-        totals = []
-        for total in sums:
-            value = builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
-            for lane in range(1, _LANES):
-                value = builder.add(value, builder.extract_element(total, ir.Constant(ir.IntType(32), lane)))
-            totals.append(value)
-        return context.make_tuple(builder, signature.return_type, totals)
-
-    return types.UniTuple(types.uint64, 2)(types.uint64, types.uint64), generate
-
-
-@intrinsic
-def stream_lines(typingctx: Any, source: Any, target: Any, lines: Any, ahead: Any, step: Any) -> Any:
-    """Copy `lines` times 64 bytes past the cache: `target` a multiple of 64, `source` of 16. Ends with a fence.
-
-    A page that is sealed or opened is not read again by this core: written through the cache it would be fetched first
-    and push out what is in use. While the lines go out, what is read next is brought in: for line i the two lines at
-    ahead + i * step. A prefetch of an address that does not exist does nothing.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, number, byte = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
-        vector = ir.VectorType(word, _LANES)
-        mark = builder.module.add_metadata([ir.Constant(number, 1)])
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        flags = [ir.Constant(number, flag) for flag in (0, 2, 1)]  # a read, into the second level, data
-        with cgutils.for_range(builder, args[2]) as loop:
-            offset = builder.mul(loop.index, ir.Constant(word, 64))
-            near = builder.add(args[3], builder.mul(loop.index, args[4]))
-            for place in (near, builder.add(near, ir.Constant(word, 64))):
-                builder.call(prefetch, [builder.inttoptr(place, byte), *flags])
-            places = [builder.inttoptr(builder.add(base, offset), vector.as_pointer()) for base in args[:2]]
-            store = builder.store(builder.load(places[0], align=16), places[1], align=64)
-            store.set_metadata("nontemporal", mark)
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(*[types.uint64] * 5), generate
-
-
 def expanded_keys() -> np.ndarray:
     """uint64 [4, 128]: the four 32-bit keys of each word of a block, each in a word of its own."""
     keys = np.array(NH_KEYS, dtype=np.uint64)
     return np.ascontiguousarray(np.stack([keys[i : i + 256 : 2] for i in range(4)]))
-
-
-@inline
-def copy_bytes(source, target, num_bytes, stream, ahead, step):  # type: ignore[no-untyped-def]
-    """num_bytes is a multiple of 8; both addresses are multiples of 16; `ahead`, `step`: see `stream_lines`."""
-    done = 0
-    if stream and (target & np.uint64(63)) == np.uint64(0):
-        done = num_bytes // 64 * 64
-        stream_lines(source, target, np.uint64(done // 64), ahead, np.uint64(step))
-    left = (num_bytes - done) // 8
-    src = numba.carray(pointer(source + np.uint64(done)), (left,), np.uint64)
-    dst = numba.carray(pointer(target + np.uint64(done)), (left,), np.uint64)
-    for i in range(left):
-        dst[i] = src[i]
 
 
 _LOW = np.uint64(0xFFFFFFFF)
@@ -172,69 +93,39 @@ def mix(x):  # type: ignore[no-untyped-def]
 
 
 @inline
+def seed_of(base, ordinal):  # type: ignore[no-untyped-def]
+    return mix((base ^ np.uint64(ordinal)) + np.uint64(GOLDEN))
+
+
+@inline
 def layer_digest(address, num_bytes, keys, first_position, seed):  # type: ignore[no-untyped-def]
     """The sum over one layer's blocks, position counted from `first_position` (1 for the first block of a page)."""
-    total = np.uint64(0)
-    full = num_bytes // BLOCK_BYTES
-    for block in range(full):
-        s1, s2 = nh_block(address + np.uint64(block * BLOCK_BYTES), np.uint64(keys.ctypes.data))
-        position = np.uint64(first_position + block) * np.uint64(GOLDEN)
-        total += mix(s2 ^ mix(s1 + seed + position))
-    left = (num_bytes - full * BLOCK_BYTES) // 8
-    if left:
-        words = numba.carray(pointer(address + np.uint64(full * BLOCK_BYTES)), (left,), np.uint64)
-        s1 = np.uint64(0)
-        s2 = np.uint64(0)
-        for i in range(left):
+    key, zero, one = np.uint64(keys.ctypes.data), np.uint64(0), np.float32(1)
+    # Whole lines, then, if there is a last block with an odd end, that block.
+    full = num_bytes if num_bytes % 64 == 0 else num_bytes // BLOCK_BYTES * BLOCK_BYTES
+    ahead = address + np.uint64(PREFETCH_BYTES)
+    position = np.uint64(first_position)
+    total = hash_blocks(address, address, key, np.uint64(full // 64), ahead, position, seed, zero, zero, one)
+    if full < num_bytes:
+        start = address + np.uint64(full)
+        size = num_bytes - full
+        s1, s2 = hash_lines(start, start, key, np.uint64(size // 64), start, zero, zero, one)
+        words = numba.carray(pointer(start), (size // 8,), np.uint64)
+        for i in range(size // 64 * 8, size // 8):
             x = words[i]
             h = x >> _HALF
             s1 += ((x + keys[0, i]) & _LOW) * ((h + keys[1, i]) & _LOW)
             s2 += ((x + keys[2, i]) & _LOW) * ((h + keys[3, i]) & _LOW)
-        position = np.uint64(first_position + full) * np.uint64(GOLDEN)
-        total += mix(s2 ^ mix(s1 + seed + position))
+        total += block_hash(s1, s2, position + np.uint64(full // BLOCK_BYTES), seed)
     return total
 
 
-_U16 = np.uint16
+@inline
+def block_hash(s1, s2, position, seed):  # type: ignore[no-untyped-def]
+    return mix(s2 ^ mix(s1 + seed + position * np.uint64(GOLDEN)))
+
+
 _U32 = np.uint32
-
-
-@inline
-def encode_truncate_shift(src, dst, top, edge, bias, shift):  # type: ignore[no-untyped-def]
-    """BF16 bits -> e4m3, `truncate`, 1 / scale a power of two 2^k: all in 16-bit integers.
-
-    With q = 128 k: top = 0x43E0 - q (448 / 2^k), edge = 0x3C80 - q (2^-6 / 2^k), bias = 960 - 8 k, shift = 125 - k.
-    """
-    for i in range(src.size):
-        x = src[i]
-        magnitude = _U16(x & _U16(0x7FFF))
-        clamped = min(magnitude, top)
-        normal = _U16(_U16(clamped >> _U16(4)) - bias)
-        right = min(_U16(shift - _U16(clamped >> _U16(7))), _U16(15))
-        subnormal = _U16(_U16(_U16(clamped & _U16(0x7F)) | _U16(0x80)) >> right)
-        code = subnormal if clamped < edge else normal
-        # Neither zero nor NaN: those lose the sign.
-        sign = _U16(_U16(x >> _U16(8)) & _U16(0x80)) if _U16(magnitude - _U16(1)) < _U16(0x7F80) else _U16(0)
-        dst[i] = np.uint8(_U16(code | sign))
-
-
-@inline
-def encode_nearest_shift(src, dst, top, edge, bias, shift):  # type: ignore[no-untyped-def]
-    """BF16 bits -> e4m3, nearest even, 1 / scale a power of two: as `encode_truncate_shift`, and with its arguments."""
-    for i in range(src.size):
-        x = src[i]
-        magnitude = _U16(x & _U16(0x7FFF))
-        clamped = min(magnitude, top)
-        cut = _U16(clamped >> _U16(4))
-        normal = _U16(_U16(_U16(_U16(clamped + _U16(7)) + _U16(cut & _U16(1))) >> _U16(4)) - bias)
-        # 5 to 15 places: at 9 and more nothing of the eight bits is left, whatever the sum.
-        right = min(_U16(shift - _U16(clamped >> _U16(7))), _U16(15))
-        full = _U16(_U16(clamped & _U16(0x7F)) | _U16(0x80))
-        half = _U16(_U16(_U16(1) << _U16(right - _U16(1))) - _U16(1))
-        subnormal = _U16(_U16(_U16(full + half) + _U16(_U16(full >> right) & _U16(1))) >> right)
-        code = _U16(subnormal if clamped < edge else normal)
-        code = _U16(code | _U16(_U16(x >> _U16(8)) & _U16(0x80)))
-        dst[i] = np.uint8(_U16(0x7F) if magnitude > _U16(0x7F80) else code)
 
 
 @inline
@@ -267,15 +158,3 @@ def nearest_one(y):  # type: ignore[no-untyped-def]
 def widen(x):  # type: ignore[no-untyped-def]
     """BF16 bits -> float32."""
     return float_of(_U32(_U32(x) << _U32(16)))
-
-
-@inline
-def encode_truncate(src, dst, inverse):  # type: ignore[no-untyped-def]
-    for i in range(src.size):
-        dst[i] = truncate_one(widen(src[i]) * inverse)
-
-
-@inline
-def encode_nearest(src, dst, scale):  # type: ignore[no-untyped-def]
-    for i in range(src.size):
-        dst[i] = nearest_one(widen(src[i]) / scale)

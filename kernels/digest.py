@@ -75,10 +75,6 @@ def base_seed(wire: PageLayout, binding: SealBinding) -> int:
     return seed
 
 
-def page_seed(base: int, ordinal: int) -> int:
-    return mix(((base ^ ordinal) + GOLDEN) & _MASK)
-
-
 def to_signed(value: int) -> int:
     """Unsigned 64 bits as the int64 of the same bits, as torch keeps digests."""
     return value - (1 << 64) if value >> 63 else value

@@ -9,7 +9,8 @@
 
 Backends: `triton` for CUDA tensors; for CPU tensors `numba` where numba is installed, else `reference` (plain torch,
 the definition). Resolved once a device type; `use_backend` overrides it, for tests and comparisons. All of them give
-the same bytes. The CPU kernels and torch release the GIL while they work, and use one thread.
+the same bytes. The CPU kernels and torch release the GIL while they work, and use one thread unless `set_threads`
+gave them more.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels import arguments, int4
-from kernels.arguments import BlockIds, Digests
-from kernels.digest import to_unsigned
+from kernels.arguments import BlockIds, Digests, PageSeeds
 from kernels.layout import LayoutError, PageLayout, SealBinding, check_convertible
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "pack_int4",
     "page_digests",
     "seal_pages",
+    "set_threads",
     "unpack_int4",
     "use_backend",
     "warm_up",
@@ -49,7 +50,7 @@ WEIGHT_MODULES = {"reference": "kernels.int4", "numba": "kernels.cpu_int4", "tri
 
 
 class PageBackend(Protocol):
-    """What a backend module offers. Arguments are already checked; `seeds` is int64 [n], on the CPU."""
+    """What a backend module offers. Arguments are already checked; `seeds`: of the wire pages."""
 
     def seal_pages(
         self,
@@ -58,7 +59,7 @@ class PageBackend(Protocol):
         wire: PageLayout,
         block_ids: Tensor,
         out: Tensor,
-        seeds: Tensor,
+        seeds: PageSeeds,
     ) -> Tensor: ...
 
     def open_pages(
@@ -69,10 +70,10 @@ class PageBackend(Protocol):
         caches: Sequence[Tensor],
         dst: PageLayout,
         block_ids: Tensor,
-        seeds: Tensor,
+        seeds: PageSeeds,
     ) -> Tensor: ...
 
-    def page_digests(self, wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor: ...
+    def page_digests(self, wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tensor: ...
 
     def check_tags(
         self,
@@ -133,6 +134,12 @@ def warm_up(device: torch.device | str = "cpu") -> str:
     return name
 
 
+def set_threads(count: int) -> None:
+    """How many threads an operator on CPU pages may use, the caller's own among them; 1 at first."""
+    if _default("cpu") == "numba":
+        importlib.import_module(MODULES["numba"]).set_threads(count)
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Force a backend by name inside the block, whatever the device; process-wide, for tests and benchmarks."""
@@ -170,7 +177,7 @@ def seal_pages(
     Raises LayoutError for layouts that cannot be converted, ValueError for arguments that do not fit them.
     """
     _check_pair(src, wire)
-    arguments.check_caches(caches, src)
+    caches = arguments.as_caches(caches, src)
     arguments.check_wire("out", out, wire)
     ids = arguments.as_block_ids(block_ids, caches[0])
     n = out.shape[0]
@@ -204,7 +211,7 @@ def open_pages(
     if wire.dtype is not dst.dtype:
         raise LayoutError(f"wire pages are {wire.describe()}, the caches {dst.describe()}: open does not convert")
     _check_pair(wire, dst)
-    arguments.check_caches(caches, dst)
+    caches = arguments.as_caches(caches, dst)
     arguments.check_wire("wire_pages", wire_pages, wire)
     ids = arguments.as_block_ids(block_ids, caches[0])
     if isinstance(block_ids, Sequence) and len(set(block_ids)) != len(block_ids):
@@ -303,4 +310,4 @@ def unpack_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_
 
 def digests_to_ints(digests: Tensor) -> list[int]:
     """int64 digests as unsigned Python numbers, for messages."""
-    return [to_unsigned(value) for value in digests.tolist()]
+    return cast(list[int], digests.view(torch.uint64).tolist())

@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.digest import BLOCK_WORDS, GOLDEN, MIX_A, MIX_B, NH_KEYS, blocks_per_layer, to_signed
+from kernels.arguments import PageSeeds
+from kernels.digest import BLOCK_WORDS, GOLDEN, NH_KEYS, blocks_per_layer, to_signed
 from kernels.layout import (
     DS_MLA_LATENT,
     DS_MLA_ROW_BYTES,
@@ -24,6 +25,7 @@ from kernels.layout import (
     PageOrder,
     Rounding,
 )
+from kernels.torch_mix import mix
 
 _F32_448 = 0x43E00000
 _F32_2_M6 = 0x3C800000
@@ -107,7 +109,7 @@ def seal_pages(
     wire: PageLayout,
     block_ids: Tensor,
     out: Tensor,
-    seeds: Tensor,
+    seeds: PageSeeds,
 ) -> Tensor:
     """Gather, convert, lay out, digest. Returns int64 [n]. Tokens past the last source block become zero bytes."""
     size = wire.layer_page_bytes
@@ -130,7 +132,7 @@ def open_pages(
     caches: Sequence[Tensor],
     dst: PageLayout,
     block_ids: Tensor,
-    seeds: Tensor,
+    seeds: PageSeeds,
 ) -> Tensor:
     """Write the pages whose digest is right, and only those. Returns bool [n]."""
     good = page_digests(wire_pages, wire, seeds) == digests
@@ -145,13 +147,14 @@ def open_pages(
     return good
 
 
-def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor:
+def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tensor:
     """int64 [n], as `kernels.digest` defines them. wire_pages: uint8 [n, page_bytes]."""
     n = wire_pages.shape[0]
     blocks = blocks_per_layer(wire)
     keys = torch.tensor(NH_KEYS, dtype=torch.int64, device=wire_pages.device)
     position = torch.arange(1, wire.num_layers * blocks + 1, dtype=torch.int64, device=wire_pages.device)
     out = torch.empty(n, dtype=torch.int64, device=wire_pages.device)
+    salts = seeds.tensor().to(wire_pages.device)
     for page in range(n):
         words = wire_pages[page].contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
         pairs = words.view(wire.num_layers, -1, 2)
@@ -163,9 +166,9 @@ def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor:
                 key = keys[shift : shift + 2 * part.shape[1]].view(-1, 2)
                 total[:, block] = ((part + key) & 0xFFFFFFFF).prod(-1).sum(-1)
             sums.append(total.flatten())
-        seed = seeds[page]
-        inner = _mix(sums[0] + seed + position * to_signed(GOLDEN))
-        out[page] = _mix(seed ^ _mix(sums[1] ^ inner).sum())
+        seed = salts[page]
+        inner = mix(sums[0] + seed + position * to_signed(GOLDEN))
+        out[page] = mix(seed ^ mix(sums[1] ^ inner).sum())
     return out
 
 
@@ -197,17 +200,6 @@ def check_tags(
     table.masked_fill_(bad[:, None], 0)
     for row in bad.nonzero().flatten().tolist():
         slot_mapping[int(query_start[row]) : int(query_start[row + 1])] = -1
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * to_signed(MIX_A)
-    x = (x ^ _shift_right(x, 27)) * to_signed(MIX_B)
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical, on int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _runs(page: int, wire_tokens: int, cache_tokens: int, num_blocks: int) -> Iterator[tuple[int, int, int, int]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels import triton_int4 as weights
 from kernels import triton_pages as pages
+from kernels.arguments import PageSeeds
 from kernels.digest import BLOCK_BYTES, NH_KEYS
 from kernels.int4 import PackedInt4, pack_rows_of_nibbles
 from kernels.layout import DS_MLA_ROW_BYTES, LayoutError, PageDtype, PageLayout, PageOrder, Rounding
@@ -38,7 +39,7 @@ def seal_pages(
     wire: PageLayout,
     block_ids: Tensor,
     out: Tensor,
-    seeds: Tensor,
+    seeds: PageSeeds,
 ) -> Tensor:
     device, n = caches[0].device, out.shape[0]
     _check_orders(src, wire)
@@ -48,7 +49,7 @@ def seal_pages(
         digests = seal_pages(caches, src, wire, block_ids, made, seeds)
         out.copy_(made)
         return digests.to(out.device)
-    ids, salts, keys = block_ids.to(device), seeds.to(device), _keys(device)
+    ids, salts, keys = block_ids.to(device), seeds.tensor().to(device), _keys(device)
     addresses, strides = _places(caches)
     sums = torch.zeros(n, dtype=torch.int64, device=device)
     span = _span(wire.page_tokens, src.page_tokens)
@@ -79,12 +80,12 @@ def open_pages(
     caches: Sequence[Tensor],
     dst: PageLayout,
     block_ids: Tensor,
-    seeds: Tensor,
+    seeds: PageSeeds,
 ) -> Tensor:
     device, n = caches[0].device, wire_pages.shape[0]
     _check_orders(dst, wire)
     wire_pages = wire_pages.to(device, non_blocking=True)  # host staging: read over the bus once, not twice
-    ids, salts, keys, wanted = block_ids.to(device), seeds.to(device), _keys(device), digests.to(device)
+    ids, salts, keys, wanted = block_ids.to(device), seeds.tensor().to(device), _keys(device), digests.to(device)
     addresses, strides = _places(caches)
     sums = torch.zeros(n, dtype=torch.int64, device=device)
     good = torch.empty(n, dtype=torch.int8, device=device)
@@ -112,10 +113,10 @@ def open_pages(
     return good.to(torch.bool)
 
 
-def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: Tensor) -> Tensor:
+def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tensor:
     device = wire_pages.device
     sums = torch.zeros(wire_pages.shape[0], dtype=torch.int64, device=device)
-    salts = seeds.to(device)
+    salts = seeds.tensor().to(device)
     _add_digests(wire_pages, wire, sums, salts, _keys(device))
     pages.finish_digest[(wire_pages.shape[0],)](sums, salts, num_warps=1)
     return sums

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +26,7 @@ from actors.messages import Opened, Role, Verdict
 from actors.transfer.channel import ChannelError, Hello, PagesOpened, PagesSealed, WriterDone
 from actors.transfer.link import WorkerLink
 from kernels import dispatch
+from kernels.arguments import PageCaches
 from kernels.layout import LayoutError, PageDtype, PageLayout, SealBinding, check_convertible
 
 logger = logging.getLogger("pageferry.worker")
@@ -56,7 +57,7 @@ class FerryConnectorWorker:
         self.check: Check = NoCheck()
         self._sample_rate = sample_rate
         self.set_seals(seals)
-        self._caches: list[torch.Tensor] = []
+        self._caches: Sequence[torch.Tensor] = ()
         self._wires: dict[str, PageLayout] = {}
         hello = Hello(engine=f"{replica_id}#{rank}", role=role, pid=os.getpid())
         self._link = WorkerLink(socket_path, hello)
@@ -91,7 +92,9 @@ class FerryConnectorWorker:
                 vllm_patches.set_kv_scales(layers[name], *kv_scales)
         self.layout = layouts.describe(kv_caches, layers, cache_dtype)
         self.backend = layers[next(iter(kv_caches))].attn_backend.get_name()
-        self._caches = [layouts.pages_of(cache, self.layout) for cache in kv_caches.values()]
+        self._caches = PageCaches([layouts.pages_of(cache, self.layout) for cache in kv_caches.values()], self.layout)
+        if self._caches[0].device.type == "cpu":
+            dispatch.set_threads(min(torch.get_num_threads(), os.cpu_count() or 1))  # those of the engine
         # Loads (at the very first time compiles) the kernels now and not inside the first request's step.
         dispatch.warm_up(self._caches[0].device)
         self._rehearse()
@@ -104,7 +107,7 @@ class FerryConnectorWorker:
             out = torch.empty((1, wire.page_bytes), dtype=torch.uint8)
             digests = dispatch.seal_pages(self._caches, layout, wire, [0], out, binding, 0)
             if wire is layout:
-                self._open_from(out, _as_u64(digests), [0], binding, 0)
+                self._open_from(out, dispatch.digests_to_ints(digests), [0], binding, 0)
 
     def _wire(self, order: SealParams) -> PageLayout:
         key = repr(order.wire_layout)
@@ -144,7 +147,7 @@ class FerryConnectorWorker:
             shard=self.rank,
             num_shards=self.world,
             first_page=job.first_page,
-            digests=_as_u64(digests),
+            digests=dispatch.digests_to_ints(digests),
             layout_fingerprint=wire.fingerprint,
             num_tokens=order.num_tokens,
             last=job.last,
@@ -333,7 +336,3 @@ class FerryConnectorWorker:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
         self._link.close()
-
-
-def _as_u64(digests: Any) -> list[int]:
-    return [int(d) & 0xFFFF_FFFF_FFFF_FFFF for d in digests.tolist()]

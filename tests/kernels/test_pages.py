@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import dispatch
+from kernels.arguments import PageCaches, as_caches
 from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, Rounding, SealBinding
 
 BACKENDS = ["reference", "numba"]
@@ -89,6 +90,31 @@ def test_bf16_to_e4m3(backend: str, order: PageOrder, rounding: Rounding) -> Non
     src = PageLayout(2, 32, 3, 32, PageDtype.BF16, order)
     wire = src.with_dtype(E4M3, rounding=rounding, k_scales=(0.05, 2.0), v_scales=(1.0, 0.3))
     check_round_trip(backend, src, wire, wire, [4, 0, 8], 3, [7, 2, 5])
+
+
+def test_threads_share_the_pages_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels import cpu_numba
+
+    monkeypatch.setattr(cpu_numba, "STREAM_MIN_BYTES", 4096)
+    src = PageLayout(2, 32, 2, 64, PageDtype.BF16, PageOrder.KV_PACKED)
+    wire = src.with_dtype(E4M3)
+    dispatch.set_threads(2)
+    try:
+        check_round_trip("numba", src, wire, wire, [4, 0, 8, 2, 1], 5, [7, 2, 5, 1, 3])
+        check_round_trip("numba", src, wire, wire, [4], 1, [7])
+    finally:
+        dispatch.set_threads(1)
+    with pytest.raises(ValueError, match="threads is 0, must be from 1"):
+        dispatch.set_threads(0)
+
+
+def test_equal_layouts_share_prepared_caches() -> None:
+    """Checked once; a layout that they were not checked against checks them anew."""
+    src = PageLayout(2, 32, 2, 64, PageDtype.BF16, PageOrder.KV_PACKED)
+    prepared = PageCaches(random_caches(src, 3), src)
+    assert as_caches(prepared, replace(src)) is prepared
+    with pytest.raises(ValueError, match="2 caches for 3 layers"):
+        as_caches(prepared, replace(src, num_layers=3))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
