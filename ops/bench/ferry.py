@@ -1,4 +1,4 @@
-"""How fast pages are ferried, without an engine: seal + move + open against plain copying, in one thread.
+"""How fast pages are ferried, without an engine: seal + move + open against plain copying in as many threads.
 
 Two roads. `kernels`: the seal and open operators alone. `product`: two real worker halves with a real transfer actor's
 code between them, as `actors.engine` runs them: lease, seal in chunks, proof by its own road, begin_read, open.
@@ -15,11 +15,14 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
+import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -31,6 +34,7 @@ from actors.engine.worker_half import FerryConnectorWorker
 from actors.messages import HandOver, Lease, Role, Sealed
 from actors.transfer.actor import KVTransfer
 from kernels import dispatch
+from kernels.arguments import PageCaches
 from kernels.layout import PageDtype, PageLayout, PageOrder, Rounding, SealBinding
 from ops.bench import stats
 from ops.bench.facts import cpu_features
@@ -68,9 +72,11 @@ def cases() -> tuple[Case, ...]:
 
 
 class Copier:
-    """`memmove` over a pool of memory, a new place each time."""
+    """`memmove` over a pool of memory, a new place each time, in one thread or several."""
 
-    def __init__(self, pool_bytes: int = COPY_POOL_BYTES) -> None:
+    def __init__(self, pool_bytes: int = COPY_POOL_BYTES, threads: int = 1) -> None:
+        self._helpers = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+        self._parts = threads
         self._source = torch.ones(pool_bytes, dtype=torch.uint8)
         self._target = torch.ones(pool_bytes, dtype=torch.uint8)
         self._move = ctypes.CDLL(None).memmove
@@ -81,9 +87,16 @@ class Copier:
         pool = self._source.numel()
         while num_bytes:
             part = min(num_bytes, pool - self._at)
-            self._move(self._target.data_ptr() + self._at, self._source.data_ptr() + self._at, part)
+            edges = [self._at + part * i // self._parts for i in range(self._parts + 1)]
+            waiting = [self._helpers.submit(self._copy, *each) for each in pairwise(edges[1:])] if self._helpers else []
+            self._copy(edges[0], edges[1])
+            for each in waiting:
+                each.result()
             self._at = (self._at + part) % pool
             num_bytes -= part
+
+    def _copy(self, first: int, last: int) -> None:
+        self._move(self._target.data_ptr() + first, self._source.data_ptr() + first, last - first)
 
 
 class Pool:
@@ -97,6 +110,8 @@ class Pool:
         values = torch.randn(shape, generator=generator).bfloat16()
         self.source = [values.clone() for _ in range(case.wire.num_layers)]
         self.target = [torch.zeros(wire_shape, dtype=torch.uint8) for _ in range(case.wire.num_layers)]
+        # Checked once, as a worker half does.
+        self.prepared = PageCaches(self.source, case.source), PageCaches(self.target, case.wire)
         self._blocks = itertools.cycle(torch.randperm(num_blocks, generator=generator).tolist())
 
     def blocks(self, count: int) -> list[int]:
@@ -139,9 +154,9 @@ class KernelRoad:
         blocks = pool.blocks(pages)
         out = self._staging[:pages]
         began = time.perf_counter()
-        digests = dispatch.seal_pages(pool.source, case.source, case.wire, blocks, out, binding, 0)
+        digests = dispatch.seal_pages(pool.prepared[0], case.source, case.wire, blocks, out, binding, 0)
         sealed = time.perf_counter()
-        good = dispatch.open_pages(out, case.wire, digests, pool.target, case.wire, blocks, binding, 0)
+        good = dispatch.open_pages(out, case.wire, digests, pool.prepared[1], case.wire, blocks, binding, 0)
         opened = time.perf_counter()
         if not bool(good.all()):
             raise RuntimeError(f"{case.name}: {int((~good).sum())} of {pages} pages did not open")
@@ -258,16 +273,21 @@ def _batches(road: KernelRoad | ProductRoad, copier: Copier, pages: int) -> Iter
 
 
 def measure_case(
-    case: Case, counts: Sequence[int], say: Callable[[str], None], roads: Sequence[type] = (KernelRoad, ProductRoad)
+    case: Case, counts: Sequence[int], say: Callable[[str], None], threads: Sequence[int] = (1,)
 ) -> list[dict[str, Any]]:
     rows = []
-    pool, copier = Pool(case, max(counts)), Copier()
-    for make in roads:
-        with make(pool, max(counts)) as road:
-            for pages in counts:
-                made = list(_batches(road, copier, pages))
-                rows.append(_row(case, road.name, pages, made))
-                say(f"{case.name}, {road.name}, {pages} pages: share {rows[-1]['share'].text()}")
+    pool = Pool(case, max(counts))
+    for number in threads:
+        copier = Copier(threads=number)
+        for make in (KernelRoad, ProductRoad):
+            with make(pool, max(counts)) as road:
+                dispatch.set_threads(number)
+                for pages in counts:
+                    made = list(_batches(road, copier, pages))
+                    rows.append(_row(case, road.name, pages, made) | {"threads": number})
+                    share = rows[-1]["share"].text()
+                    say(f"{case.name}, {road.name}, {pages} pages, {number} threads: share {share}")
+    dispatch.set_threads(1)
     return rows
 
 
@@ -284,6 +304,7 @@ def _row(case: Case, road: str, pages: int, made: Sequence[tuple[Parts, float, i
         "wire_bytes": wire,
         "share": stats.paired_ratio([(copied, parts.total) for parts, copied, _ in made]),
         "seconds": each,
+        "raw": [[copied, parts.seal, parts.move, parts.open, count] for parts, copied, count in made],
         "wire_gb_per_s": wire / each["total"] / 1e9,
         "traffic_gb_per_s": TRAFFIC * wire / each["total"] / 1e9,
         "copy_traffic_gb_per_s": TRAFFIC * wire * stats.p50([count / copied for _, copied, count in made]) / 1e9,
@@ -319,30 +340,30 @@ def measure_limits(case: Case, pages: int) -> dict[str, float]:
 def measure(
     wanted: Sequence[int], memory_bytes: int, say: Callable[[str], None], only: Sequence[Case] | None = None
 ) -> dict[str, Any]:
-    """All cases on both roads. One thread does the work: torch is set to one, the kernels use none of their own."""
+    """All cases on both roads, with one thread and with two where there are two cores. torch is set to one."""
     torch.set_num_threads(1)
     rows, limits = [], {}
     for case in only or cases():
         counts = page_counts(case, wanted, memory_bytes)
         if not counts:
             raise ValueError(f"{case.name}: one page needs {4 * case.wire.page_bytes} bytes, --memory-gib allows less")
-        rows += measure_case(case, counts, say)
+        rows += measure_case(case, counts, say, (1, 2) if (os.cpu_count() or 1) > 1 else (1,))
         limits[case.name] = measure_limits(case, min(64, max(counts)))
     return {"backend": dispatch.backend_name(), "rows": rows, "limits": limits, "traffic_per_wire_byte": TRAFFIC}
 
 
 def table(report: dict[str, Any]) -> str:
     lines = [
-        "| layout | road | pages | wire MB | seal ms | move ms | open ms "
+        "| layout | road | threads | pages | wire MB | seal ms | move ms | open ms "
         "| wire GB/s | traffic GB/s | copy GB/s | share |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in report["rows"]:
         parts = " | ".join(f"{row['seconds'][part] * 1e3:.2f}" for part in ("seal", "move", "open"))
         lines.append(
-            f"| {row['layout']} | {row['road']} | {row['pages']} | {row['wire_bytes'] / 1e6:.1f} | {parts} "
-            f"| {row['wire_gb_per_s']:.2f} | {row['traffic_gb_per_s']:.1f} | {row['copy_traffic_gb_per_s']:.1f} "
-            f"| {row['share'].text()} |"
+            f"| {row['layout']} | {row['road']} | {row['threads']} | {row['pages']} | {row['wire_bytes'] / 1e6:.1f} "
+            f"| {parts} | {row['wire_gb_per_s']:.2f} | {row['traffic_gb_per_s']:.1f} "
+            f"| {row['copy_traffic_gb_per_s']:.1f} | {row['share'].text()} |"
         )
     lines += ["", "| layout | digest alone GB/s | copy + digest GB/s | convert + digest GB/s |", "|---|---:|---:|---:|"]
     lines += [
@@ -352,7 +373,8 @@ def table(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"Share: traffic of the ferry ({TRAFFIC} bytes a wire byte: seal reads 2, writes 1; open reads 1, writes 1) a "
-        "second over that of memmove in one thread, paired; 95 % interval, Student's t. Limits: bytes of the result.",
+        "second over that of memmove in as many threads, paired; 95 % interval, Student's t. Limits: bytes of the "
+        "result.",
     ]
     return "\n".join(lines)
 

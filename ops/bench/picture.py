@@ -19,7 +19,8 @@ def ferry(report: dict[str, Any], caption: str, path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(8, 4.6))
     series: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in report["rows"]:
-        series.setdefault((row["layout"], row["road"]), []).append(row)
+        if row["threads"] == 1:
+            series.setdefault((row["layout"], row["road"]), []).append(row)
     colours = dict(zip(dict.fromkeys(layout for layout, _ in series), COLOURS))
     for (layout, road), rows in series.items():
         pages = [row["pages"] for row in rows]

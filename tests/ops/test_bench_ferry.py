@@ -57,14 +57,15 @@ def test_rows_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ferry, "BATCH_S", 0.002)
     monkeypatch.setattr(ferry, "PAIRS", 4)
     report = ferry.measure((1, 4, 1 << 20), 1 << 20, lambda text: None, only=[SMALL])
-    assert [(row["road"], row["pages"]) for row in report["rows"]] == [
-        (road, pages) for road in ("kernels", "product") for pages in (1, 4)
+    assert [(row["threads"], row["road"], row["pages"]) for row in report["rows"]] == [
+        (threads, road, pages) for threads in (1, 2) for road in ("kernels", "product") for pages in (1, 4)
     ]
     for row in report["rows"]:
         assert row["wire_bytes"] == row["pages"] * SMALL.wire.page_bytes
         assert row["traffic_gb_per_s"] == pytest.approx(ferry.TRAFFIC * row["wire_gb_per_s"])
         assert row["share"].low <= row["share"].value <= row["share"].high
-    assert len([line for line in ferry.table(report).splitlines() if line.startswith("| small |")]) == 5
+        assert len(row["raw"]) == 4 and all(len(batch) == 5 for batch in row["raw"])
+    assert len([line for line in ferry.table(report).splitlines() if line.startswith("| small |")]) == 9
     picture.ferry(report, "caption", tmp_path / "ferry.png")
     assert (tmp_path / "ferry.png").read_bytes().startswith(b"\x89PNG")
 
@@ -75,7 +76,7 @@ def test_too_little_memory_is_refused() -> None:
 
 
 def test_the_copier_copies_what_it_is_asked_for() -> None:
-    copier = ferry.Copier(1000)
+    copier = ferry.Copier(1000, threads=2)
     copier._target.zero_()
     copier.copy(700)
     assert int(copier._target.sum()) == 700 and copier._at == 700
