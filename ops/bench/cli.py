@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     except (SpecError, ValueError, RuntimeError) as error:
         print(f"pageferry bench: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         print("pageferry bench: interrupted; what was started has been ended", file=sys.stderr)
         return 130
 

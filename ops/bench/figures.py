@@ -82,6 +82,7 @@ FIGURES = (
     Figure("host_gib", "memory of the host", "GiB", 1.0, None, _told("host_gib")),
     Figure("kv_occupancy", "KV occupancy, peak", "%", 100.0, None, _told("kv_occupancy")),
     Figure("preemptions", "preemptions", "", 1.0, None, _told("preemptions")),
+    Figure("tokens_moved", "prompt tokens handed over", "", 1.0, None, _told("tokens_moved")),
     Figure("tokens_recomputed", "tokens recomputed", "", 1.0, None, _told("tokens_recomputed")),
 )
 COMPARED = tuple(figure for figure in FIGURES if figure.higher_is_better is not None)

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import math
 import re
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,9 @@ async def run(
 ) -> list[Visit]:
     """All visits in the order in which they were made. Stops after a round with a breach (no speed will be shown), and
     after the round in which `until` (monotonic seconds) has passed."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # systems end with this process
     made: list[Visit] = []
     async with contextlib.AsyncExitStack() as stack:
         up = [await stack.enter_async_context(_started(spec, say, folder)) for spec in specs if plan.together]
@@ -129,6 +133,8 @@ async def _measure(
         outcome = await drive.run(arm.target, each, words, plan.seed, f"round {made.round}")
         foreign = meter.foreign()
         watching.cancel()
+        if arm.spec.hands_over:
+            await asyncio.sleep(1.5)  # replicas and transfer actors report twice a second
         await sampler.look()
         made.loads[each.name] = {
             "seconds": outcome.seconds,
@@ -178,8 +184,13 @@ async def _gate(plan: Plan, arm: Arm, words: Sequence[int], made: Visit) -> None
 
 
 def breaches(visits: Sequence[Visit]) -> list[str]:
-    """What each visit broke, and arms that gave two greedy answers to one prompt."""
+    """What each visit broke, arms that gave two greedy answers to one prompt, and pools that handed nothing over."""
     found = [breach for made in visits for breach in made.breaches]
+    for made in visits:
+        rows, keys = made.loads.values(), ("tokens_moved", "tokens_recomputed")
+        if rows and all(row.get(key) is not None for row in rows for key in keys):
+            moved, again = (sum(int(row[key]) for row in rows) for key in keys)
+            found += gate.hand_over_breaches(f"{made.arm}, round {made.round + 1}", moved, again, expected=1)
     for arm in dict.fromkeys(made.arm for made in visits):
         runs = [made.gate[i : i + GATE_PROMPTS] for made in visits if made.arm == arm for i in (0, GATE_PROMPTS)]
         answers = [[load.Answer(index, text=text) for index, text in enumerate(texts)] for texts in runs]

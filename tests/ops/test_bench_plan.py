@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,45 @@ async def test_a_broken_arm_shows_no_speed(
     assert report.main([str(tmp_path / "red.json"), "--out", str(tmp_path / "page")]) == 1
     page = (tmp_path / "page.html").read_text()
     assert "A gate is red" in page and "<svg" not in page and "tok/s" not in capsys.readouterr().out
+
+
+def test_a_terminated_run_leaves_no_system_behind(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, test_bench_plan as t
+from pathlib import Path
+spec = t.server("baseline", step_s=0.5)
+print(spec.port, flush=True)
+of = t.made(arms=[[]], again=False, rounds=50)
+asyncio.run(t.rounds.run(of, [spec], t.WORDS, lambda text: None, Path({str(tmp_path)!r})))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        at = int(run.stdout.readline())
+        wait_for(at, open_=True)
+        run.terminate()
+        assert run.wait(60) != 0
+    wait_for(at, open_=False)
+
+
+def wait_for(at: int, open_: bool) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            if (probe.connect_ex(("127.0.0.1", at)) == 0) is open_:
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"port {at} is {'closed' if open_ else 'open'}")
+
+
+@pytest.mark.parametrize(
+    ("moved", "again", "said"), [(0.0, 0.0, "0 prompt tokens"), (9.0, 3.0, "computed 3"), (9.0, 0.0, "")]
+)
+def test_two_pools_must_hand_over(moved: float, again: float, said: str) -> None:
+    visit = rounds.Visit("a", 0, loads={"x": {"tokens_moved": moved, "tokens_recomputed": again}})
+    found = rounds.breaches([visit])
+    assert [said in breach for breach in found] == [True] * bool(said)
 
 
 async def test_refusals_are_counted_as_retries(tmp_path: Path) -> None:
