@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -23,6 +24,7 @@ from actors.controller import status as view
 from actors.controller.machine import Machine
 from actors.transfer.memory import socket_folder
 from app.cli import main
+from app.commands import own_http
 from app.commands.own_http import DIRECT, opener
 from app.commands.serve import Service
 from app.commands.status import audit_lines, audit_table, size, table
@@ -147,6 +149,7 @@ def test_a_service_on_this_machine_is_not_asked_through_a_proxy(url: str, monkey
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setattr(own_http, "_BY_ENVIRONMENT", urllib.request.build_opener())  # as in a process that starts so
     spec = ClusterSpec.load("local-cpu", {"frontend.port": int(url.rpartition(":")[2])})
     assert Service(spec, None)._healthy()
     assert main(["status", "--url", url]) == 0
