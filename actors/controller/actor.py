@@ -86,6 +86,7 @@ class Controller:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watched: set[str] = set()
         self._heard_at = time.monotonic()
+        self._has_looked = False  # at the nodes
         self._history = History()
         self._tracing = spec.tracing
         self._tracer = tracer(spec.tracing, "controller", application)
@@ -247,8 +248,15 @@ class Controller:
         self._exporter.export(status)
 
     async def _look_at_nodes(self) -> None:
-        if left := await asyncio.to_thread(draining_nodes, time.time()):
+        """This actor leaves such a node as well, in another life elsewhere; one that Ray put there in spite stays."""
+        left = await asyncio.to_thread(draining_nodes, time.time())
+        if left:
             self._run(NodesDraining(left))
+        here, first = ray.get_runtime_context().get_node_id(), not self._has_looked
+        self._has_looked = True
+        if here in left and not first and await asyncio.to_thread(_has_other_node, left):
+            logger.info("node %s is about to go: the controller goes on elsewhere", here)
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=False)
 
     def _end_when_alone(self) -> None:
         """Serve asks for the pools' sizes while the application exists, and its processes say that they live."""
@@ -338,6 +346,11 @@ def draining_nodes(now_s: float) -> dict[str, float | None]:
     gcs = ray._private.worker.global_worker.gcs_client
     found: dict[str, int] = gcs.get_draining_nodes(timeout=5)
     return {node_id: (until_ms / 1e3 - now_s if until_ms else None) for node_id, until_ms in found.items()}
+
+
+def _has_other_node(draining: dict[str, float | None]) -> bool:
+    """Blocks."""
+    return any(node["Alive"] and node["NodeID"] not in draining for node in ray.nodes())
 
 
 def _is_restarted() -> bool:
