@@ -7,58 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from live_transfer import MIB, Node, until
 
 from actors.messages import HandOver, Lease, Role, Seal, Sealed, TransferReport, Verdict
-from actors.transfer import fetch, memory
-from actors.transfer.actor import KVTransfer
+from actors.transfer import fetch
 from actors.transfer.channel import Hello, PagesSealed, WriterDone
 from actors.transfer.link import WorkerLink
-from actors.transfer.memory import MemoryRefused
 from actors.transfer.staging import StagingError
-from ops.engine_pair import FakeController, LocalHandle
-
-MIB = 1 << 20
-
-
-class Node:
-    def __init__(self, num_bytes: int = MIB, lease_s: float = 60.0) -> None:
-        self.notary = FakeController()
-        self.transfer = KVTransfer(uuid.uuid4().hex, num_bytes, lease_s, "")
-        self.transfer._controller = LocalHandle(self.notary)
-        self.machine = self.transfer.machine
-        self._links: list[WorkerLink] = []
-
-    async def link(self, engine: str = "p#0") -> WorkerLink:
-        link = WorkerLink(self.transfer.links.path, Hello(engine=engine, role=Role.PREFILL, pid=1))
-        self._links.append(link)
-        await until(lambda: self.machine.engines.ready((engine,)))
-        return link
-
-    async def lease(self, ticket_id: int, engine: str = "p#0", num_bytes: int = 10_000) -> Lease:
-        lease = await self.transfer.lease(ticket_id, 1, num_bytes, [engine], 5.0)
-        assert lease is not None
-        return lease
-
-    async def close(self) -> None:
-        for link in self._links:
-            await asyncio.to_thread(link.close)
-        await self.transfer.close()
-
-
-async def until(what: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.01)
+from ops.engine_pair import LocalHandle
 
 
 @pytest.fixture
@@ -329,80 +292,6 @@ async def test_a_fetch_that_another_node_cannot_answer_is_missing(monkeypatch: p
 
 def no_such_actor(name: str, namespace: str) -> None:
     raise ValueError(f"there is no actor {name}")
-
-
-# -- settings and places
-
-
-async def test_a_changed_setting_takes_effect_and_engines_follow(node: Node) -> None:
-    link = await node.link()
-    first = await node.lease(1)
-    await node.transfer.start(4 * MIB, 30.0)
-    waiting = asyncio.ensure_future(node.transfer.lease(2, 1, 3 * MIB, ["p#0"], 20.0))
-    await asyncio.sleep(0.05)
-    assert not waiting.done() and node.transfer.status().bytes_max == MIB, "the old one is in use"
-    await node.transfer.drop_writer(1, 1, ["p#0"])
-    lease = await waiting
-    assert lease is not None and lease.segment != first.segment
-    assert node.transfer.status().bytes_max == 4 * MIB and node.machine.lease_ns == 30 * 10**9
-    with link.staging.bytes_of(lease) as view:
-        assert view is not None and len(view) == 3 * MIB
-        view[-1] = 7
-    assert node.transfer.memory.map[lease.offset + 3 * MIB - 1] == 7
-    with link.staging.bytes_of(first) as view:
-        assert view is None
-
-
-async def test_a_size_that_is_not_there_leaves_the_old_one_working(node: Node) -> None:
-    link = await node.link()
-    await node.transfer.start(1 << 50, 30.0)
-    await until(lambda: node.transfer.status().bytes_max == MIB and not node.machine._making)
-    lease = await node.lease(1)
-    with link.staging.bytes_of(lease) as view:
-        assert view is not None
-
-
-def test_more_memory_than_the_machine_has_is_refused_at_once() -> None:
-    with pytest.raises(MemoryRefused, match=r"transfer\.staging_bytes_max .* bytes of memory are left"):
-        KVTransfer("n", 1 << 50, 1.0, "")
-
-
-def test_huge_pages_are_used_only_where_the_kernel_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = int(next(Path("/sys/kernel/mm/hugepages").glob("hugepages-2048kB")).joinpath("free_hugepages").read_text())
-    staging = memory.StagingMemory(4 * MIB)
-    assert staging.huge_pages == (free >= 2)
-    staging.close()
-
-
-async def test_a_long_temporary_folder_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch systems have paths that are too long for a Unix socket."""
-    folder = tmp_path / ("x" * 100)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    node = Node()
-    await node.transfer.start()
-    try:
-        await node.link()
-    finally:
-        await node.close()
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
-def test_a_folder_that_others_can_enter_is_refused(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
-    folder = short_path / f"pageferry-{os.getuid()}"
-    folder.mkdir(mode=0o755)
-    with pytest.raises(MemoryRefused, match="mode 755: remove it or set TMPDIR"):
-        KVTransfer("n", MIB, 1.0, "")
-    folder.rmdir()
-    folder.symlink_to("/tmp")
-    with pytest.raises(MemoryRefused, match="must be a folder of user"):
-        KVTransfer("n", MIB, 1.0, "")
 
 
 # -- the controller

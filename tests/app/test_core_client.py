@@ -14,32 +14,16 @@ from contextvars import ContextVar
 from typing import Any
 
 import pytest
-from fake_cluster import Decode, FakeCluster, request, tokens_of, until
+from fake_cluster import FakeCluster, cancel, request, settled, tokens_of, until
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import FinishReason
 
 from actors.messages import CommandKind, FrontendCommand, Outcome, Overloaded, Role, Verdict
 from app.api.errors import RequestErrorResponse
 from app.request import context
-from app.request.core_client import FerryCoreClient
-from app.request.group import SequenceGroup
 from app.request.state import RequestError
 
 STOP = FinishReason.STOP
-
-
-async def settled(client: FerryCoreClient, far: FakeCluster, finished: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    await until(lambda: not client.runs and not client.groups)
-    granted = len(far.admits) if far.admit_answer is None else 0
-    assert sorted(ticket for ticket, _, _ in far.ends) == list(range(1, granted + 1))
-    for decode in far.decodes.values():
-        if decode.alive:
-            assert set(decode.submitted) - finished <= set(decode.aborted)
-    client.shutdown()
-
-
-async def cancel(client: FerryCoreClient, *request_ids: str) -> None:
-    client.cancel(list(request_ids))
 
 
 async def test_tokens_arrive_once_and_in_order() -> None:
@@ -253,183 +237,6 @@ async def test_a_stop_string_ends_it_as_done_and_decode_is_told() -> None:
     assert far.ends == [(1, Outcome.DONE, 1)] and d1.aborted == ["r"]
 
 
-async def test_a_lost_prefill_is_prefilled_elsewhere() -> None:
-    far = FakeCluster()
-    far.prefill_fails["p1"] = RuntimeError("no staging room")
-    far.lost_answers = [far.ticket(1, 2, prefill="p2")]
-    client = far.client()
-    await client.add_request_async(request())
-    d1 = far.decodes["d1"]
-    await until(lambda: "r" in d1.submitted)
-    assert far.prefill_calls == [("p1", 1), ("p2", 2)]
-    assert far.losses == [(Role.PREFILL, "p1", "it failed with RuntimeError", 0)]
-    hand_over = d1.hand_overs["r"]
-    assert hand_over is not None and hand_over.attempt == 2
-    d1.emit("r", 5, finish=STOP)
-    await tokens_of(client, "r", 1)
-    await settled(client, far, {"r"})
-
-
-async def test_a_prefill_that_hangs_is_given_up_at_the_deadline() -> None:
-    far = FakeCluster()
-    far.prefill_gate.clear()
-    far.lost_answers = [far.ticket(1, 2)]
-    client = far.client()
-    await client.add_request_async(request())
-    d1 = far.decodes["d1"]
-    await until(lambda: "r" in d1.submitted, 4.0)
-    assert far.prefill_cancelled == 1 and "no answer within" in far.losses[0][2]
-    assert d1.hand_overs["r"] is None
-    await cancel(client, "r")
-    await settled(client, far)
-
-
-@pytest.mark.parametrize("verdict", [Verdict.MISMATCH, Verdict.STALE])
-async def test_a_prompt_without_proof_is_computed_by_decode(verdict: Verdict) -> None:
-    far = FakeCluster()
-    far.hand_over_answer = verdict
-    client = far.client()
-    await client.add_request_async(request())
-    d1 = far.decodes["d1"]
-    await until(lambda: "r" in d1.submitted)
-    assert d1.hand_overs["r"] is None
-    d1.emit("r", 5, cached=0, finish=STOP)
-    first = await client.get_output_async()
-    assert first.outputs[0].prefill_stats is not None and first.outputs[0].prefill_stats.num_cached_tokens == 0
-    await settled(client, far, {"r"})
-
-
-async def test_a_lost_decode_is_resumed_from_the_tokens_so_far() -> None:
-    far = FakeCluster()
-    far.use_prefill = False
-    far.lost_answers = [far.ticket(1, 2, decode="d2")]
-    client = far.client()
-    await client.add_request_async(request(max_tokens=8, min_tokens=4, repetition_penalty=1.2))
-    d1, d2 = far.decodes["d1"], far.decodes["d2"]
-    await until(lambda: "r" in d1.submitted)
-    d1.emit("r", 50)
-    d1.emit("r", 51)
-    assert await tokens_of(client, "r", 2) == [50, 51]
-    d1.die()
-    await until(lambda: "r~2" in d2.submitted)
-    again = d2.submitted["r~2"]
-    assert again.prompt_token_ids == [*range(10), 50, 51]
-    assert again.sampling_params is not None
-    assert (again.sampling_params.max_tokens, again.sampling_params.min_tokens) == (6, 2)
-    assert [loss[:2] + loss[3:] for loss in far.losses] == [(Role.DECODE, "d1", 2)]
-    d2.emit("r~2", 52, cached=12, finish=STOP)
-    outputs = await client.get_output_async()
-    assert outputs.outputs[0].new_token_ids == [52]
-    assert outputs.outputs[0].prefill_stats is None, "usage is counted once"
-    await settled(client, far, {"r~2"})
-    assert far.ends == [(1, Outcome.DONE, 3)]
-
-
-async def test_a_request_that_two_engines_died_with_asks_for_a_replica_to_itself() -> None:
-    far = FakeCluster()
-    far.use_prefill = False
-    far.decodes |= {"d3": Decode()}
-    far.lost_answers = [far.ticket(1, 2, decode="d2"), far.ticket(1, 3, decode="d3")]
-    client = far.client()
-    await client.add_request_async(request())
-    for number, name in enumerate(("d1", "d2", "d3"), 1):
-        engine_id = "r" if number == 1 else f"r~{number}"
-        await until(lambda name=name, engine_id=engine_id: engine_id in far.decodes[name].submitted)
-        far.decodes[name].emit(engine_id, number)
-        await tokens_of(client, "r", 1)
-        far.decodes[name].die()
-    faults: list[RequestError] = []
-    client.on_fault = lambda request_id, fault: faults.append(fault)
-    await settled(client, far)
-    assert far.alone == [False, True]
-    assert [(fault.status, fault.kind) for fault in faults] == [(500, "engine_death_error")]
-
-
-async def test_late_tokens_of_a_replica_that_was_given_up_are_dropped() -> None:
-    far = FakeCluster()
-    far.use_prefill = False
-    far.lost_answers = [far.ticket(1, 2, decode="d2")]
-    client = far.client()
-    await client.add_request_async(request())
-    d1, d2 = far.decodes["d1"], far.decodes["d2"]
-    await until(lambda: "r" in d1.submitted)
-    client.obey(
-        FrontendCommand(
-            kind=CommandKind.LOST, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="silent"
-        )
-    )
-    await until(lambda: "r~2" in d2.submitted)
-    d1.emit("r", 666)  # it lives after all
-    d2.emit("r~2", 50, finish=STOP)
-    assert await tokens_of(client, "r", 1) == [50]
-    await settled(client, far, {"r", "r~2"})
-
-
-async def test_a_deterministic_request_with_memory_is_replayed_and_compared() -> None:
-    far = FakeCluster()
-    far.use_prefill = False
-    far.lost_answers = [far.ticket(1, 2, decode="d2")]
-    client = far.client()
-    await client.add_request_async(request(presence_penalty=0.5))
-    d1, d2 = far.decodes["d1"], far.decodes["d2"]
-    await until(lambda: "r" in d1.submitted)
-    d1.emit("r", 50)
-    d1.emit("r", 51)
-    await tokens_of(client, "r", 2)
-    d1.die()
-    await until(lambda: "r~2" in d2.submitted)
-    assert d2.submitted["r~2"].prompt_token_ids == [*range(10)]
-    d2.emit("r~2", 50, cached=0)
-    d2.emit("r~2", 51, 52)  # one step may hold more than one token
-    d2.emit("r~2", 53, finish=STOP)
-    assert await tokens_of(client, "r", 2) == [52, 53]
-    await settled(client, far, {"r~2"})
-    assert far.ends == [(1, Outcome.DONE, 4)]
-
-
-@pytest.mark.parametrize("differently", ["token", "end"])
-async def test_a_replay_that_goes_another_way_fails_clearly(differently: str) -> None:
-    far = FakeCluster()
-    far.use_prefill = False
-    far.lost_answers = [far.ticket(1, 2, decode="d2")]
-    client = far.client()
-    faults: list[tuple[str, RequestError]] = []
-    client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
-    await client.add_request_async(request(presence_penalty=0.5))
-    d1, d2 = far.decodes["d1"], far.decodes["d2"]
-    await until(lambda: "r" in d1.submitted)
-    d1.emit("r", 50)
-    d1.emit("r", 51)
-    await tokens_of(client, "r", 2)
-    d1.die()
-    await until(lambda: "r~2" in d2.submitted)
-    if differently == "token":
-        d2.emit("r~2", 99)
-    else:
-        d2.emit("r~2", 50, finish=STOP)
-    await until(lambda: faults)
-    assert "did not reproduce" in faults[0][1].message
-    await settled(client, far, {"r~2"} if differently == "end" else set())
-    assert far.ends == [(1, Outcome.FAILED, 2)]
-
-
-async def test_what_cannot_be_continued_exactly_fails_and_says_so() -> None:
-    far = FakeCluster()
-    far.use_prefill = False
-    client = far.client()
-    faults: list[tuple[str, RequestError]] = []
-    client.on_fault = lambda request_id, fault: faults.append((request_id, fault))
-    await client.add_request_async(request(temperature=1.0, presence_penalty=0.5))
-    d1 = far.decodes["d1"]
-    await until(lambda: "r" in d1.submitted)
-    d1.emit("r", 50)
-    await tokens_of(client, "r", 1)
-    d1.die()
-    await until(lambda: faults)
-    assert faults[0][0] == "r" and faults[0][1].status == 503 and "no seed" in faults[0][1].message
-    await settled(client, far)
-
-
 async def test_an_engine_error_is_passed_on_and_ends_as_failed() -> None:
     far = FakeCluster()
     client = far.client()
@@ -441,95 +248,6 @@ async def test_an_engine_error_is_passed_on_and_ends_as_failed() -> None:
     assert outputs.outputs[0].finish_reason is FinishReason.ERROR
     await settled(client, far, {"r"})
     assert far.ends == [(1, Outcome.FAILED, 0)]
-
-
-class TestSequenceGroup:
-    """n > 1: one ticket, one hand-over; siblings ride decode's prefix cache behind the carrier."""
-
-    async def add(self, client: FerryCoreClient, count: int) -> SequenceGroup:
-        group = client.begin_group("r", count)
-        try:
-            for index in range(count):
-                await client.add_request_async(request(f"{index}_r"))
-        finally:
-            client.end_group("r")
-        return group
-
-    async def test_one_hand_over_serves_all(self) -> None:
-        far = FakeCluster()
-        client = far.client()
-        await self.add(client, 3)
-        d1 = far.decodes["d1"]
-        await until(lambda: "0_r" in d1.submitted)
-        await asyncio.sleep(0.02)
-        assert list(d1.submitted) == ["0_r"], "the others wait until the prompt is on decode"
-        assert far.admits[0].num_sequences == 3 and len(far.admits) == 1
-        d1.emit("0_r", 50)
-        await until(lambda: len(d1.submitted) == 3)
-        assert len(far.prefill_calls) == 1
-        assert [d1.hand_overs[f"{i}_r"] is not None for i in range(3)] == [True, False, False]
-        for index in range(3):
-            d1.emit(f"{index}_r", 60 + index, finish=STOP)
-        await settled(client, far, {"0_r", "1_r", "2_r"})
-        assert far.ends == [(1, Outcome.DONE, 4)]
-
-    async def test_siblings_go_on_when_the_carrier_is_cancelled(self) -> None:
-        far = FakeCluster()
-        far.prefill_gate.clear()
-        client = far.client()
-        await self.add(client, 2)
-        await until(lambda: far.prefill_calls)
-        await cancel(client, "0_r")
-        d1 = far.decodes["d1"]
-        await until(lambda: "1_r" in d1.submitted)
-        d1.emit("1_r", 50, finish=STOP)
-        await settled(client, far, {"1_r"})
-        assert far.ends == [(1, Outcome.CANCELLED, 1)]
-
-    async def test_a_lost_decode_moves_the_family_once(self) -> None:
-        far = FakeCluster()
-        far.lost_answers = [far.ticket(1, 2, prefill="p1", decode="d2")]
-        client = far.client()
-        await self.add(client, 2)
-        d1, d2 = far.decodes["d1"], far.decodes["d2"]
-        await until(lambda: "0_r" in d1.submitted)
-        d1.emit("0_r", 50)
-        await until(lambda: "1_r" in d1.submitted)
-        d1.emit("1_r", 60)
-        await until(lambda: all(run.tokens for run in client.runs.values()))
-        d1.die()
-        await until(lambda: d2.submitted)
-        assert len(far.losses) == 1 and far.losses[0][3] == 2
-        [leader] = d2.submitted
-        d2.emit(leader, 70)
-        await until(lambda: len(d2.submitted) == 2)
-        for engine_id in list(d2.submitted):
-            d2.emit(engine_id, 80, finish=STOP)
-        await settled(client, far, set(d2.submitted))
-        assert far.ends == [(1, Outcome.DONE, 5)]
-
-    async def test_a_family_that_is_refused_leaves_nothing(self) -> None:
-        far = FakeCluster()
-        far.admit_answer = Overloaded(reason="full", retry_after_s=1.0)
-        client = far.client()
-        with pytest.raises(GracefulHTTPError):
-            await self.add(client, 3)
-        await settled(client, far)
-
-
-async def test_a_leaving_replica_keeps_its_stream_until_its_last_request_has_ended() -> None:
-    far = FakeCluster()
-    client = far.client()
-    await client.add_request_async(request())
-    d1 = far.decodes["d1"]
-    await until(lambda: "r" in d1.submitted)
-    client.replica_leaving("d1")
-    d1.emit("r", 50)
-    assert await tokens_of(client, "r", 1) == [50]
-    assert d1.streams == 1
-    d1.emit("r", 51, finish=STOP)
-    await until(lambda: d1.streams == 0)
-    await settled(client, far, {"r"})
 
 
 async def test_the_controller_can_give_a_ticket_up() -> None:
@@ -572,33 +290,6 @@ async def test_claims_say_what_a_new_controller_must_know() -> None:
     assert not client.claims()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_request_moves_from_a_leaving_replica_only_if_that_is_exact(temperature: float) -> None:
-    far = FakeCluster()
-    far.use_prefill = False
-    far.lost_answers = [far.ticket(1, 2, decode="d2")]
-    client = far.client()
-    await client.add_request_async(request(presence_penalty=0.5, temperature=temperature))
-    d1, d2 = far.decodes["d1"], far.decodes["d2"]
-    await until(lambda: "r" in d1.submitted)
-    d1.emit("r", 50)
-    await tokens_of(client, "r", 1)
-    client.obey(
-        FrontendCommand(
-            kind=CommandKind.MOVE, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="it is leaving"
-        )
-    )
-    if temperature:
-        await asyncio.sleep(0.01)
-        d1.emit("r", 51, finish=STOP)
-        assert await tokens_of(client, "r", 1) == [51]
-    else:
-        await until(lambda: "r~2" in d2.submitted)
-        d2.emit("r~2", 50, 51, finish=STOP)
-        assert await tokens_of(client, "r", 1) == [51]
-    await settled(client, far, {"r", "r~2"})
-
-
 async def test_what_other_requests_live_on_does_not_run_on_behalf_of_one() -> None:
     """Serve cancels every call made in the context of a request whose client is gone."""
     of_a_request: ContextVar[str] = ContextVar("of_a_request", default="")
@@ -635,34 +326,6 @@ async def test_what_other_requests_live_on_does_not_run_on_behalf_of_one() -> No
     d1.emit("r", 5, finish=STOP)
     await settled(client, far, {"r"})
     assert sorted(seen) == [(call, "") for call in ("admit", "ended", "outputs", "prefill", "submit")]
-
-
-async def test_a_token_that_comes_after_the_order_to_move_is_dropped() -> None:
-    """The order counts the tokens that are out; one that arrives before it is carried out would be computed twice."""
-    far = FakeCluster()
-    far.use_prefill = False
-    far.lost_answers = [far.ticket(1, 2, decode="d2")]
-    client = far.client()
-    await client.add_request_async(request(temperature=1.0, presence_penalty=0.5, max_tokens=2))
-    first, second = far.decodes["d1"], far.decodes["d2"]
-    await until(lambda: "r" in first.submitted)
-    await asyncio.sleep(0.05)
-    first.emit("r", 50)  # in the stream; the link has not run yet
-    client.obey(
-        FrontendCommand(
-            kind=CommandKind.MOVE, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="leaving"
-        )
-    )
-    await until(lambda: bool(second.submitted))
-    [again] = second.submitted
-    second.emit(again, 60)
-    second.emit(again, 61, finish=FinishReason.STOP)
-    await until(lambda: not client.runs)
-    got: list[int] = []
-    while not client._outputs.empty():
-        got += [token for output in client._outputs.get_nowait().outputs for token in output.new_token_ids]
-    client.shutdown()
-    assert got == [60, 61]
 
 
 @pytest.mark.parametrize(

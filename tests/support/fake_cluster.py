@@ -258,3 +258,17 @@ async def tokens_of(client: FerryCoreClient, request_id: str, count: int) -> lis
 
 def to_builtins(value: Any) -> Any:
     return msgspec.to_builtins(value)
+
+
+async def settled(client: FerryCoreClient, far: FakeCluster, finished: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    await until(lambda: not client.runs and not client.groups)
+    granted = len(far.admits) if far.admit_answer is None else 0
+    assert sorted(ticket for ticket, _, _ in far.ends) == list(range(1, granted + 1))
+    for decode in far.decodes.values():
+        if decode.alive:
+            assert set(decode.submitted) - finished <= set(decode.aborted)
+    client.shutdown()
+
+
+async def cancel(client: FerryCoreClient, *request_ids: str) -> None:
+    client.cancel(list(request_ids))
