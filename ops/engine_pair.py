@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import os
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -42,6 +43,32 @@ from actors.messages import (
 )
 from actors.transfer.actor import KVTransfer
 from cluster.spec import ClusterSpec
+
+
+def _with_environment(environment: dict[str, str], run: Any, arguments: dict[str, Any]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    run(**arguments)
+
+
+class _EngineCores:
+    """A `multiprocessing` context that forks EngineCores from one process that has imported vLLM: to import it in each
+    of them takes 8 s of a core."""
+
+    def __init__(self) -> None:
+        self._server = multiprocessing.get_context("forkserver")
+        preload = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "actors.engine.connector"]
+        self._server.set_forkserver_preload(preload)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    def Process(self, target: Any, name: str, kwargs: dict[str, Any]) -> Any:
+        arguments = (dict(os.environ), target, kwargs)  # the server has the environment of its own start
+        return self._server.Process(target=_with_environment, name=name, args=arguments)
+
+
+_engine_cores = _EngineCores()
 
 
 class LocalHandle:
@@ -160,14 +187,18 @@ class EnginePair:
             "socket_path": place["socket"],
             "get_controller": lambda: notary,
         }
+        from actors.engine.vllm_patches import engine_cores_from
+
         # What vLLM reads from the environment is read when its engine process starts.
         if spec.pools.prefill.replicas:
             set_environment(spec, Role.PREFILL)
             pair.prefill = PrefillServer(spec, replica_id=f"prefill-{os.getpid()}", **wiring)
-            await pair.prefill.start()
+            with engine_cores_from(_engine_cores):
+                await pair.prefill.start()
         set_environment(spec, Role.DECODE)
         pair.decode = DecodeServer(spec, replica_id=f"decode-{os.getpid()}", **wiring)
-        await pair.decode.start()
+        with engine_cores_from(_engine_cores):
+            await pair.decode.start()
         pair._reader = asyncio.create_task(pair._read())
         return pair
 
@@ -188,14 +219,10 @@ class EnginePair:
         return queue.qsize() if queue is not None else 0
 
     def ticket(self, request_id: str, num_prompt_tokens: int) -> Ticket:
+        """For a prompt that prefill computes and decode takes over."""
         assert self.prefill is not None
-        return Ticket(
-            ticket_id=next(self._tickets),
-            attempt=1,
-            request_id=request_id,
-            frontend_id="rig",
-            epoch=1,
-            decode=self.decode.replica_id,
+        return msgspec.structs.replace(
+            self.alone(request_id),
             prefill=self.prefill.replica_id,
             wire_layout=self.decode.layout.to_dict(),
             num_prompt_tokens=num_prompt_tokens,

@@ -15,6 +15,7 @@ from actors.controller.actor import get_or_create
 from actors.engine.config import set_environment
 from actors.engine.decode import DecodeServer
 from actors.engine.prefill import PrefillServer
+from actors.engine.server import EngineServer
 from actors.messages import ReplicaStarting, Role
 from actors.transfer import actor as transfer_shell
 from cluster.spec import ClusterSpec
@@ -75,31 +76,24 @@ class _Place:
         }
 
 
-class PrefillReplica(PrefillServer):
+class _Replica(EngineServer):
+    """An engine server that Serve makes, wired to the actors of its application and its node."""
+
+    async def __init__(self, spec_tree: dict[str, Any], deployment: int) -> None:
+        logs.below_serve()
+        spec = ClusterSpec.parse(spec_tree)
+        place = _Place(spec, self.role, deployment)
+        with place.announced():
+            super().__init__(spec, **await place.wiring())
+            await self.start()
+
+    async def __del__(self) -> None:
+        await self.end()
+
+
+class PrefillReplica(_Replica, PrefillServer):
     """Serve deployment `Prefill`."""
 
-    async def __init__(self, spec_tree: dict[str, Any], deployment: int) -> None:
-        logs.below_serve()
-        spec = ClusterSpec.parse(spec_tree)
-        place = _Place(spec, self.role, deployment)
-        with place.announced():
-            super().__init__(spec, **await place.wiring())
-            await self.start()
 
-    async def __del__(self) -> None:
-        await self.end()
-
-
-class DecodeReplica(DecodeServer):
+class DecodeReplica(_Replica, DecodeServer):
     """Serve deployment `Decode`."""
-
-    async def __init__(self, spec_tree: dict[str, Any], deployment: int) -> None:
-        logs.below_serve()
-        spec = ClusterSpec.parse(spec_tree)
-        place = _Place(spec, self.role, deployment)
-        with place.announced():
-            super().__init__(spec, **await place.wiring())
-            await self.start()
-
-    async def __del__(self) -> None:
-        await self.end()

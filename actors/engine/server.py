@@ -118,7 +118,7 @@ class EngineServer:
             executor = Executor.get_class(self.config)
             self.core = EngineCoreClient.make_async_mp_client(self.config, executor, log_stats=True)
         finally:
-            self._life.unlink()
+            self._life.close()
         engine_shm.note(os.getpid())
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()

@@ -99,6 +99,11 @@ TARGETS = (
         "ends them (integrity.scheduler)",
     ),
     Target(
+        "vllm.v1.engine.utils:get_mp_context",
+        (),
+        "how EngineCore processes are started (engine_cores_from)",
+    ),
+    Target(
         "vllm.v1.core.sched.scheduler:Scheduler.pause_state",
         None,
         "a paused engine makes no steps and has not hung (utilities)",
@@ -186,6 +191,19 @@ def core_client(client: Any) -> Iterator[None]:
         yield
     finally:
         async_llm.EngineCoreClient = kept
+
+
+@contextmanager
+def engine_cores_from(context: Any) -> Iterator[None]:
+    """EngineCore processes that are made inside are those of `context`, a `multiprocessing` context."""
+    from vllm.v1.engine import utils
+
+    kept = utils.get_mp_context
+    utils.get_mp_context = lambda: context
+    try:
+        yield
+    finally:
+        utils.get_mp_context = kept
 
 
 _loaded_weight_bytes = 0

@@ -6,11 +6,9 @@ step may take as long as it needs: it is not taken for a death. `EngineWatch` is
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import struct
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -23,23 +21,21 @@ CORE = 0  # EngineCore's place in the file; worker r has place r + 1
 
 
 class LifeFile:
-    """The replica's side. `path` goes to the engine's processes; the name is gone after `unlink`, the memory is not."""
+    """The replica's side: memory that the engine's processes open by `path` until `close`; no file is left of it."""
 
     def __init__(self, num_processes: int) -> None:
-        descriptor, self.path = tempfile.mkstemp(prefix="pageferry-life-")
-        try:
-            os.ftruncate(descriptor, num_processes * SLOT.size)
-            self._map = mmap.mmap(descriptor, num_processes * SLOT.size)
-        finally:
-            os.close(descriptor)
+        self._descriptor = os.memfd_create("pageferry-life")
+        os.ftruncate(self._descriptor, num_processes * SLOT.size)
+        self._map = mmap.mmap(self._descriptor, num_processes * SLOT.size)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def oldest_ns(self) -> int:
         """When the process that was silent for longest last wrote; 0 until every one of them has written."""
         return min(int(value) for (value,) in SLOT.iter_unpack(self._map[:]))
 
-    def unlink(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+    def close(self) -> None:
+        """Nobody opens it from now on; who has, keeps it."""
+        os.close(self._descriptor)
 
 
 def beat(path: str, place: int) -> None:

@@ -67,11 +67,6 @@ class Staging:
     def bytes_free(self) -> int:
         return sum(size for _, size in self._holes)
 
-    @property
-    def holes(self) -> tuple[tuple[int, int], ...]:
-        """(offset, size) of every free stretch."""
-        return tuple(self._holes)
-
     def __len__(self) -> int:
         return len(self._regions)
 

@@ -117,8 +117,7 @@ def _state(application: dict[str, Any] | None, before: float) -> tuple[str, str]
         return "DEPLOYING", "Serve has not begun"
     status = str(application["status"])
     if status == "DEPLOY_FAILED":
-        why = [f"{name}: {each['message']}" for name, each in application["deployments"].items() if each["message"]]
-        return status, "\n".join([str(application["message"]), *why])
+        return status, str(application["message"])
     waiting = []
     for name, deployment in application["deployments"].items():
         counts: dict[str, int] = {}

@@ -140,10 +140,6 @@ class ServicePlan:
     def decode_tokens_s(self) -> float:
         return self.decode_line.decode_tokens_per_second(self.decode_batch, self.decode_batch * self.mean_context)
 
-    @property
-    def decode_requests_s(self) -> float:
-        return self.decode_tokens_s / self.work.output_tokens
-
     @cached_property
     def prefill_cost(self) -> StepCost:
         """One prompt that has the replica to itself."""

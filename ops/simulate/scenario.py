@@ -138,10 +138,6 @@ def _form(dice: random.Random, arrival: Arrival) -> Arrival:
     )
 
 
-def without_faults(scenario: Scenario) -> Scenario:
-    return replace(scenario, faults=())
-
-
 # -- files
 
 

@@ -84,17 +84,6 @@ def bursts(
     return list(_arrive(dice, rate, max(quiet_per_s, burst_per_s), seconds, lengths, page_tokens))
 
 
-def daily(
-    dice: random.Random, peak_per_s: float, seconds: float, lengths: Lengths, page_tokens: int = 32
-) -> list[Arrival]:
-    """One smooth rise and fall over `seconds`, from a tenth of the peak and back."""
-
-    def rate(now_s: float) -> float:
-        return peak_per_s * (0.55 - 0.45 * math.cos(2 * math.pi * now_s / seconds))
-
-    return list(_arrive(dice, rate, peak_per_s, seconds, lengths, page_tokens))
-
-
 def _arrive(
     dice: random.Random, rate: Any, most: float, seconds: float, lengths: Lengths, page_tokens: int
 ) -> Iterator[Arrival]:

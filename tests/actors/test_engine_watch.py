@@ -79,7 +79,7 @@ def test_another_process_proves_its_life_through_the_file() -> None:
         deadline = time.monotonic() + 60
         while not life.oldest_ns() and time.monotonic() < deadline:
             time.sleep(0.05)
-        life.unlink()  # the name is not needed any more
+        life.close()  # the path is not needed any more
         first = life.oldest_ns()
         assert 0 <= time.monotonic_ns() - first < 60 * S  # 5
         while life.oldest_ns() == first and time.monotonic() < deadline:

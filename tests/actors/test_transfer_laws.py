@@ -363,7 +363,7 @@ class TransferLaws(RuleBasedStateMachine):
     def nobody_waits_beside_memory_that_would_do(self) -> None:
         for waiting in self.machine.queue:
             if self.machine.engines.ready(waiting.engines):
-                holes = self.machine.staging.holes
+                holes = self.machine.staging._holes
                 assert all(size < aligned(waiting.num_bytes) for _, size in holes)  # 6
                 kept = self.machine.queue.kept
                 assert kept is not None and kept[0] == waiting.key  # 7, with law 7 of the machine

@@ -34,7 +34,7 @@ def test_cost_is_gpu_hours_over_tokens() -> None:
     prompt, output = service.cost_per_million
     # Two replicas of eight GPUs for an hour, divided by what each does in it.
     assert prompt == pytest.approx(24.0 / (service.prefill_requests_s * 3600 * 4096) * 1e6)
-    assert output == pytest.approx(24.0 / (service.decode_requests_s * 3600 * 500) * 1e6)
+    assert output == pytest.approx(24.0 / (service.decode_tokens_s * 3600) * 1e6)
     assert glm().cost_per_million is None
     lossy = glm(gpu_price=3.0, input_tokens=4096, output_tokens=500, failed=0.2, retried=0.1)
     assert lossy.cost_per_million == pytest.approx((prompt * 1.1 / 0.8, output * 1.1 / 0.8))

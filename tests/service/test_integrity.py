@@ -1,13 +1,16 @@
 """Wrong pages planted into a running service with the check on and policy `retry`: what clients see, and what is left.
 
-A service of its own (two decode replicas, no prefill), started as a person starts it. A request that can be continued
-exactly is run again elsewhere; one that cannot (random sampling with a penalty and no seed) ends with the error.
+A service of its own (two decode replicas, no prefill), since faults are planted by its configuration alone. A request
+that can be continued exactly is run again elsewhere; one that cannot (random sampling with a penalty and no seed) ends
+with the error. It is started as a person starts it, says what it waits for, and leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import threading
 import time
 import urllib.error
@@ -21,8 +24,10 @@ import pytest
 from live_service import fetch
 from serve_command import serving
 
+from actors.engine import engine_shm
 from app.cli import main
 from app.client import Client, PageIntegrityError
+from app.processes import MARK
 
 KIND = "table_free_page"
 SETTINGS = {
@@ -49,6 +54,9 @@ pytestmark = pytest.mark.timeout(300)
 class Running:
     url: str
     folder: Path  # Ray's
+    process: subprocess.Popen[str]
+    shown: str  # what it has said up to "Ctrl-C ends it"
+    mark: str  # in the environment of all its processes
 
     def plant(self, victim: str, timeout_s: float = 20.0) -> dict[str, Any]:
         """As soon as the victim has a page that is read; fails when that does not come."""
@@ -90,15 +98,38 @@ def post(url: str, body: dict[str, Any], name: str = "") -> tuple[int, Any]:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     settings = [f"{key}={value}" for key, value in SETTINGS.items()]
-    with serving(settings, RAY_metrics_report_interval_ms="3000") as (process, url, _):
-        yield Running(url, folder_of(process.pid))
+    with serving(settings, RAY_metrics_report_interval_ms="3000") as (process, url, shown):
+        mark = next(mark for mark, pids in marks().items() if any(parent(pid) == process.pid for pid in pids))
+        yield Running(url, folder_of(process.pid), process, shown, mark)
+
+
+def marks() -> dict[str, list[int]]:
+    """Process ids by the mark of the service that they belong to."""
+    pids: dict[str, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            environ = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:
+            continue
+        for item in environ:
+            if item.startswith(f"{MARK}=".encode()):
+                pids.setdefault(item.decode().partition("=")[2], []).append(int(entry.name))
+    return pids
+
+
+def parent(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0  # it has ended
+    return int(status.partition("\nPPid:\t")[2].split()[0])
 
 
 def folder_of(pid: int) -> Path:
     """Where the Ray that this process has started keeps its files, from the command lines of its children."""
     for entry in Path("/proc").iterdir():
         try:
-            if not entry.name.isdigit() or f"\nPPid:\t{pid}\n" not in (entry / "status").read_text():
+            if not entry.name.isdigit() or parent(int(entry.name)) != pid:
                 continue
             if found := re.search(r"/tmp/pf-\w+", (entry / "cmdline").read_text()):
                 return Path(found[0])
@@ -166,6 +197,15 @@ def alone(running: Running, prompt: str, max_tokens: int) -> Alone:
     found = Alone(answer["token_ids"], next(close, max_tokens))
     assert len(found.ids) == len(tops) == max_tokens and found.sure >= 50, found
     return found
+
+
+def test_serve_says_what_it_waits_for_and_answers(running: Running) -> None:
+    assert "waiting for Decode 0/2 (engine start-up)" in running.shown
+    assert f"curl {running.url}/v1/chat/completions" in running.shown
+    assert "Ray dashboard: http://127.0.0.1:" in running.shown
+    with Client(running.url) as client:
+        assert client.healthy()
+        assert client.chat("Name a colour.", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
 
 
 def test_a_request_that_can_is_run_again_elsewhere_and_nobody_notices(running: Running) -> None:
@@ -281,3 +321,21 @@ def test_what_alerts_need_is_exported(running: Running) -> None:
     assert len(unproven) == 2 and all(value < 10 for value in unproven.values())
     shares = running.metric("pageferry_engine_integrity_quarantined_share")
     assert len(shares) == 2 and 0 < sum(shares.values()) < 0.1
+
+
+def test_it_ends_with_everything_it_started(running: Running) -> None:
+    """Last in this module: it ends the service."""
+    shared = engine_shm.mapped_by(marks()[running.mark])
+    assert shared, "an engine core and its worker talk through shared memory"
+    began = time.monotonic()
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.stdout is not None
+    rest = running.process.stdout.read()
+    assert running.process.wait(60) == 0, rest
+    assert rest == "pageferry: SIGINT: ending what was started\n"
+    assert time.monotonic() - began < 15
+    until = time.monotonic() + 5
+    while running.mark in marks() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert running.mark not in marks()
+    assert not shared & {path.name for path in Path("/dev/shm").iterdir()}

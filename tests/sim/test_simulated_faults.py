@@ -18,7 +18,7 @@ from ops.simulate.checkers import Verdicts, check
 from ops.simulate.cluster import ClusterSim
 from ops.simulate.decode import DecodeSim
 from ops.simulate.faults import Fault, FaultKind, parse_kinds, plan
-from ops.simulate.scenario import Scenario, ScenarioError, load, random_scenario, without_faults
+from ops.simulate.scenario import Scenario, ScenarioError, load, random_scenario
 from ops.simulate.story import missing, story
 from ops.simulate.world import MS, SECOND
 
@@ -143,7 +143,7 @@ def test_exceptions_inside_are_violations(owner: type, method: str, monkeypatch:
 
 def one_request(*faults: Fault, output: int = 200, **form: Any) -> tuple[Verdicts, ClusterSim]:
     """Two replicas of each pool on two nodes, no scaling; a prompt of 1,000 tokens that is handed over."""
-    base = without_faults(random_scenario(1, ()))
+    base = random_scenario(1, ())
     spec: dict[str, Any] = json.loads(json.dumps(base.spec))
     for pool in ("prefill", "decode"):
         spec["pools"][pool] = {"replicas": 2, "min_replicas": 1, "max_replicas": 4}

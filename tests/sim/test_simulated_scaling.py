@@ -20,7 +20,7 @@ from ops.simulate.checkers import check
 from ops.simulate.cluster import ClusterSim
 from ops.simulate.faults import FaultKind
 from ops.simulate.scenario import random_scenario
-from ops.simulate.traces import Lengths, TraceError, bursts, daily, poisson, replay
+from ops.simulate.traces import Lengths, TraceError, bursts, poisson, replay
 from ops.simulate.world import SECOND
 
 
@@ -138,9 +138,6 @@ def test_traces_have_the_rates_and_lengths_asked_for(tmp_path: Path) -> None:
     burst = bursts(random.Random(1), 1.0, 50.0, 20.0, 5.0, 100.0, lengths)
     inside = sum(arrival.at_ns % (20 * SECOND) >= 15 * SECOND for arrival in burst)
     assert inside > 10 * (len(burst) - inside)
-    day = daily(random.Random(1), 20.0, 100.0, lengths)
-    middle = sum(35 * SECOND <= arrival.at_ns < 65 * SECOND for arrival in day)
-    assert middle > len(day) / 2
 
     rows = [
         {"at_s": 0.5, "prompt_tokens": 9, "output_tokens": 3},

@@ -39,9 +39,8 @@ def actors() -> set[str]:
     }
 
 
-def wait_gone(prefix: str) -> None:
-    """Until no actor of ours has a name that begins so."""
+def wait_gone(name: str) -> None:
     until = time.monotonic() + GONE_S
-    while left := [actor for actor in actors() if actor.startswith(prefix)]:
-        assert time.monotonic() < until, left
+    while any(actor.startswith(f"{name}:") for actor in actors()):
+        assert time.monotonic() < until, actors()
         time.sleep(1.0)
