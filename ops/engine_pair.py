@@ -165,7 +165,7 @@ class EnginePair:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
-        self.notary = FakeController()
+        self.controller = FakeController()
         self._tickets = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[Any]] = {}
         self.prefill: PrefillServer | None = None
@@ -177,15 +177,15 @@ class EnginePair:
     async def start(cls, spec: ClusterSpec) -> EnginePair:
         pair = cls(spec)
         node_id = uuid.uuid4().hex
-        notary = LocalHandle(pair.notary)
+        controller = LocalHandle(pair.controller)
         pair.transfer = KVTransfer(node_id, spec.transfer.staging_bytes_max, spec.transfer.lease_s, "")
-        pair.transfer._controller = notary
+        pair.transfer._controller = controller
         place = await pair.transfer.start()
         wiring: dict[str, Any] = {
             "node_id": node_id,
             "get_transfer": lambda: LocalHandle(pair.transfer),
             "socket_path": place["socket"],
-            "get_controller": lambda: notary,
+            "get_controller": lambda: controller,
         }
         from actors.engine.vllm_patches import engine_cores_from
 
@@ -255,7 +255,7 @@ class EnginePair:
         assert self.prefill is not None
         frames = self.frames(ticket.request_id, prompt, SamplingParams(max_tokens=1, temperature=0.0), cache_salt)
         done = await self.prefill.prefill(ticket, frames)
-        sealed = await asyncio.wait_for(self.notary.seal_of((ticket.ticket_id, ticket.attempt)), ticket.deadline_s)
+        sealed = await asyncio.wait_for(self.controller.seal_of((ticket.ticket_id, ticket.attempt)), ticket.deadline_s)
         hand_over = HandOver(
             ticket_id=ticket.ticket_id,
             attempt=ticket.attempt,
@@ -327,8 +327,8 @@ class EnginePair:
 
     async def wait_opened(self, key: tuple[int, int], timeout_s: float = 5.0) -> Opened | None:
         for _ in range(int(timeout_s / 0.01)):
-            if key in self.notary.opened:
-                return self.notary.opened[key]
+            if key in self.controller.opened:
+                return self.controller.opened[key]
             await asyncio.sleep(0.01)
         return None
 

@@ -2,8 +2,7 @@
 
 Decode is chosen by the KV occupancy predicted for the request's expected end and for the worst moment until then (what
 ends just before it still shares the batch); prefill by the prompt tokens in flight. Sessions and known prefixes are
-preferred where that costs little. Whatever is stale, draining or fenced is not in the indexes at all, so it counts as
-full.
+preferred where that costs little. What is stale, draining or fenced is not in the indexes, so it counts as full.
 """
 
 from __future__ import annotations
@@ -123,8 +122,7 @@ class ReplicaSelector(Tracked):
         self._registry = registry
         self._replicas = registry.replicas
         self._pools: TrackedDict[tuple[Role, str], _Pool] = TrackedDict()  # by role and generation
-        # How often a replica of that pool had more free than before: while this stands still, nobody who found no
-        # room finds any.
+        # How often a replica of that pool had more free than before: while this stands still, there is no more room.
         self.decode_freed = self.prefill_freed = 0
 
     def configure(self, spec: AdmissionSpec, staging_bytes_max: int) -> None:

@@ -1,8 +1,8 @@
 """Every decision of a node's transfer actor: `step(event, now_ns) -> effects`. Pure.
 
-It leases staging memory in the order asked, says which engine may write and read which bytes, collects seals, brings
-bytes from other nodes, and tells the controller. A ticket's key (ticket_id, attempt) gets bytes once, and none after
-its end. `actors.transfer.events` has what it hears and what it asks for, `actors.transfer.laws` what always holds.
+It leases staging memory in the order asked, says which engine may write and read which bytes, collects seals, fetches
+from other nodes, and reports to the controller. A key (ticket_id, attempt) gets bytes once, and none after its end.
+`actors.transfer.events` has its inputs and effects, `actors.transfer.laws` what always holds.
 """
 
 from __future__ import annotations
@@ -242,8 +242,7 @@ class TransferMachine:
     # -- engines
 
     def _engine_connected(self, event: ev.EngineConnected, now_ns: int) -> None:
-        engine = event.engine
-        # What it said last on an earlier link may be lost, so that it must let go of everything of before.
+        engine = event.engine  # what it said last on an earlier link may be lost: it must let go of all of before
         self._forsake(engine, f"engine {engine} has connected again")
         self.engines.connect(engine, event.link)
         held = tuple(region.key for region in self.staging if engine in region.writers or engine in region.readers)

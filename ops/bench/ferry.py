@@ -235,8 +235,8 @@ class ProductRoad:
         return Parts(sealed_at - leased, (leased - began) + (moved - sealed_at), opened - moved)
 
 
-async def _wait(notary: FakeController, key: tuple[int, int]) -> Sealed:
-    return await notary.seal_of(key)
+async def _wait(controller: FakeController, key: tuple[int, int]) -> Sealed:
+    return await controller.seal_of(key)
 
 
 def _layers(case: Case, names: Sequence[str]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ async def handed_over(pair: EnginePair, prompt: list[int]) -> Hand:
     request_id = uuid.uuid4().hex
     ticket = pair.ticket(request_id, len(prompt))
     began = time.perf_counter()
-    sealing = asyncio.ensure_future(pair.notary.seal_of((ticket.ticket_id, ticket.attempt)))
+    sealing = asyncio.ensure_future(pair.controller.seal_of((ticket.ticket_id, ticket.attempt)))
     await pair.prefill.prefill(ticket, pair.frames(request_id, prompt, SamplingParams(max_tokens=1)))
     prefilled = time.perf_counter()
     sealed = await asyncio.wait_for(sealing, ticket.deadline_s)

@@ -67,7 +67,7 @@ async def test_a_writer_that_ends_gives_back_what_it_had_half_written(node: Node
     await until(lambda: len(node.machine.seals) == 1)
     await asyncio.to_thread(link.close)
     await until(lambda: node.machine.staging.bytes_held == 0)
-    await until(lambda: node.notary.lost.get((1, 1)) == "engine p#0 is gone")
+    await until(lambda: node.controller.lost.get((1, 1)) == "engine p#0 is gone")
 
 
 async def test_a_writer_that_cannot_seal_is_told_at_once(node: Node) -> None:
@@ -75,8 +75,8 @@ async def test_a_writer_that_cannot_seal_is_told_at_once(node: Node) -> None:
     link = await node.link()
     await node.lease(1)
     link.send(WriterDone(ticket_id=1, attempt=1))
-    await until(lambda: (1, 1) in node.notary.lost)
-    assert node.notary.lost[(1, 1)] == "engine p#0 is done without a complete seal"
+    await until(lambda: (1, 1) in node.controller.lost)
+    assert node.controller.lost[(1, 1)] == "engine p#0 is done without a complete seal"
 
 
 async def test_what_can_never_be_had_raises_and_what_is_full_waits(node: Node) -> None:
@@ -121,7 +121,7 @@ time.sleep(60)
         await node.lease(1, "p#9")
         process.kill()
         await until(lambda: node.machine.staging.bytes_held == 0)
-        await until(lambda: (1, 1) in node.notary.lost)
+        await until(lambda: (1, 1) in node.controller.lost)
     finally:
         os.kill(child, signal.SIGKILL)
         end(process)
@@ -135,7 +135,7 @@ async def test_an_engine_that_loses_its_link_keeps_no_bytes_and_touches_none(nod
         assert view is not None
         node.transfer.links.close()
         node.transfer.links.start()
-        await until(lambda: (1, 1) in node.notary.lost)
+        await until(lambda: (1, 1) in node.controller.lost)
         await until(lambda: node.machine.engines.links["p#0"] == 2)
         await asyncio.sleep(0.3)
         assert node.machine.staging.bytes_held > 0 and not node.machine.engines.ready(("p#0",))
@@ -229,7 +229,7 @@ async def two_nodes(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> tuple[No
     lease = await there.lease(1, num_bytes=num_bytes)
     there.transfer.memory.map[: lease.num_bytes] = b"\xaa" * lease.num_bytes
     link.send(sealed(1, last=True))
-    await until(lambda: (1, 1) in there.notary.sealed)
+    await until(lambda: (1, 1) in there.controller.sealed)
     return there, here, lease
 
 

@@ -60,9 +60,9 @@ class Bench:
     """Two worker halves and a real transfer actor's code between them."""
 
     def __init__(self, scales: tuple[float, float]) -> None:
-        self.notary = FakeController()
+        self.controller = FakeController()
         self.transfer = KVTransfer(uuid.uuid4().hex, 8 << 20, 30.0, "")
-        self.transfer._controller = LocalHandle(self.notary)
+        self.transfer._controller = LocalHandle(self.controller)
         self.scales = scales
         shape = (BLOCKS, HEADS, BLOCK, 2 * HEAD_DIM)
         self.source = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
@@ -98,7 +98,7 @@ class Bench:
             ids = block_ids[first : first + chunk_pages]
             job = SealJob(order, ids, first, last=first + len(ids) == len(block_ids))
             await asyncio.to_thread(self.prefill.seal, FerryMetadata(seals=[job]))
-        return await asyncio.wait_for(self.notary.seal_of((ticket, 1)), 5)
+        return await asyncio.wait_for(self.controller.seal_of((ticket, 1)), 5)
 
     async def open(self, sealed: Sealed, block_ids: list[int]) -> dict[Verdict, int]:
         seal = sealed.seal
@@ -113,8 +113,8 @@ class Bench:
                 break
             await asyncio.sleep(0.005)
         for _ in range(500):
-            if (key := (seal.ticket_id, seal.attempt)) in self.notary.opened:
-                return dict(self.notary.opened[key].verdicts)
+            if (key := (seal.ticket_id, seal.attempt)) in self.controller.opened:
+                return dict(self.controller.opened[key].verdicts)
             await asyncio.sleep(0.005)
         raise AssertionError("opening was never reported")
 

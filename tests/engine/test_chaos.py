@@ -62,7 +62,7 @@ async def test_without_a_fault_there_is_no_alarm(harness: Harness) -> None:
         found: dict[str, Any] = (await harness.pair.decode.audit())["scheduler"]["counters"]
         return found
 
-    controller = harness.pair.notary
+    controller = harness.pair.controller
     before, reported, problems = await counters(), controller.pages_reported, len(controller.page_problems)
     runs = [await harness.start_request(p, salt=harness.salt()) for p in harness.prompts]
     over = await harness.seal(harness.prompts[0])

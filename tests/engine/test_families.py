@@ -93,7 +93,7 @@ def nll(scores: Scores) -> float:
 
 def planned_rows(pair: EnginePair) -> list[Any]:
     pools: dict[str, Any] = {}
-    for announced in pair.notary.joined.values():
+    for announced in pair.controller.joined.values():
         pools.setdefault(str(announced.role), {"replicas": []})["replicas"].append(msgspec.to_builtins(announced))
     return compare_status({"pools": pools}, plan_spec(pair.spec), TOLERANCE)
 
@@ -119,7 +119,7 @@ async def test_a_family_is_handed_over(
 async def compare_ways(pair: EnginePair, case: Case, texts: list[Passage]) -> None:
     others = [Passage(texts[number - 1].prompt, text.continuation) for number, text in enumerate(texts)]
     over = await score(pair, texts, hand_over=True, concurrency=1)
-    opened = pair.notary.opened.values()
+    opened = pair.controller.opened.values()
     assert sum(each.num_tokens for each in opened) == sum(PROMPT_LENGTHS) and all(each.ok for each in opened)
     alone = await score(pair, texts, hand_over=False, concurrency=1)
     control = mean_abs(await score(pair, others, hand_over=False, concurrency=1), alone)

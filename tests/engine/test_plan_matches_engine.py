@@ -144,7 +144,7 @@ def test_plan_is_what_the_engine_allocates(engine: tuple[str, str], engines: Any
 async def test_a_running_pair_agrees_with_the_plan_of_its_topology(pair: EnginePair) -> None:
     """What `pageferry plan --check` does at a service: replicas' own announcements against the topology's plan."""
     pools: dict[str, Any] = {}
-    for announced in pair.notary.joined.values():
+    for announced in pair.controller.joined.values():
         pools.setdefault(str(announced.role), {"replicas": []})["replicas"].append(msgspec.to_builtins(announced))
     assert set(pools) == {"prefill", "decode"}
     rows = compare_status({"pools": pools}, plan_spec(pair.spec), TOLERANCE)

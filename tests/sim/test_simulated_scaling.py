@@ -15,7 +15,8 @@ import pytest
 from actors.messages import Role
 from cluster.plan.published import CONTEXT_SHARE
 from ops.bench.scaling import autoscale, plots, published, scale
-from ops.bench.scaling.autoscale import ServeScaler, ServeSettings, flaps, judge, long_bursts, play
+from ops.bench.scaling.autoscale import flaps, judge, long_bursts, play
+from ops.bench.scaling.serve_scaler import ServeScaler, ServeSettings
 from ops.simulate.checkers import check
 from ops.simulate.cluster import ClusterSim
 from ops.simulate.faults import FaultKind

@@ -18,9 +18,9 @@ MIB = 1 << 20
 
 class Node:
     def __init__(self, num_bytes: int = MIB, lease_s: float = 60.0) -> None:
-        self.notary = FakeController()
+        self.controller = FakeController()
         self.transfer = KVTransfer(uuid.uuid4().hex, num_bytes, lease_s, "")
-        self.transfer._controller = LocalHandle(self.notary)
+        self.transfer._controller = LocalHandle(self.controller)
         self.machine = self.transfer.machine
         self._links: list[WorkerLink] = []
 

@@ -12,8 +12,7 @@ what others say (the pool's reference counts and free list, the worker's block t
     no tag has two lives
 
 A broken law is a `Breach`: counted, kept with the page's last events, and answered so that the engine lives on. A page
-in doubt is never handed out again before the doubt is lifted: it is withheld when its last holder leaves, at least
-until no living request claims it from before.
+in doubt is withheld when its last holder leaves, at least until no living request claims it from before.
 
 The pool is seen through numbers that its caller passes in; page 0 is vLLM's null page, never claimed, never tagged.
 """

@@ -236,7 +236,7 @@ async def road(harness: Harness, trial: Trial, rng: random.Random) -> None:
             if seals.late > late:
                 break
             await asyncio.sleep(0.02)
-        if seals.late == late and key in harness.pair.notary.unawaited:
+        if seals.late == late and key in harness.pair.controller.unawaited:
             raise NotPlaced("the proof came between the deadline and the release of its ticket")
         trial.detected, trial.by = over is None and seals.late > late, "deadline: missing; then absorbed as late"
     else:
@@ -260,7 +260,7 @@ async def landing(harness: Harness, trial: Trial, rng: random.Random) -> None:
     await harness.abort(victim)
     # The aborted request's pages are free when its opening has been reported.
     await harness.pair.wait_opened((over.ticket_id, over.attempt))
-    del harness.pair.notary.opened[(over.ticket_id, over.attempt)]
+    del harness.pair.controller.opened[(over.ticket_id, over.attempt)]
     taker = await harness.start_request(newcomer, salt=harness.salt())
     await taker.emitted(rng.randint(1, 3))
     done = (await harness.pair.decode.core.collective_rpc_async("pageferry_land_late", args=(over.ticket_id,)))[0]
