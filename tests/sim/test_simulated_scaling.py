@@ -112,6 +112,14 @@ def test_the_published_pools_admit_what_was_published_and_no_more() -> None:
     assert "| fp8 | 80 | 64 | 16 |" in published.table([bf16, fp8], {CONTEXT_SHARE: gain})
 
 
+def test_the_stored_curve_is_the_page() -> None:
+    results = Path(__file__).parents[2] / "ops" / "results"
+    raw = json.loads((results / "simulate" / "published-curve.json").read_text())
+    points = [published.Point(**point) for point in raw["points"]]
+    held = {float(share): gain for share, gain in raw["gain_by_held"].items()}
+    assert published.table(points, held) in (results / "simulate.md").read_text()
+
+
 @pytest.mark.soak
 def test_the_published_gain_grows_with_what_requests_hold() -> None:
     assert published.PUBLISHED_GAIN < published.gain(0.4) < published.gain(0.69) < 0.6

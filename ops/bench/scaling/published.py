@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.messages import AdmitRequest, Role
+from cluster.json_output import print_json
 from cluster.plan.published import CONTEXT_SHARE, REQUEST_TOKENS, published_pool
 from cluster.plan.roofline import Roofline
 from ops.simulate.cluster import ClusterSim
@@ -163,7 +164,7 @@ def main(args: argparse.Namespace) -> int:
     points = curve()
     held = {share: gain(share) for share in (CONTEXT_SHARE, 0.4, 0.69)}
     if args.json:
-        print(json.dumps({"points": [asdict(point) for point in points], "gain_by_held": held}))
+        print_json({"points": [asdict(point) for point in points], "gain_by_held": held})
     else:
         print(table(points, held))
     if args.markdown:
