@@ -38,7 +38,7 @@ class DecodeServer(EngineServer):
                         ReplicaEventKind.RECOMPUTED, live, ticket.request_id, num_tokens=tokens, detail=str(lease)
                     )
                 elif live.aborted:
-                    await self._transfer.tell("drop_reader", ticket.ticket_id, ticket.attempt, self.engines)
+                    await self._transfer.drop_reader(ticket.ticket_id, ticket.attempt, self.engines)
                 elif request.sampling_params is not None:
                     extra = dict(request.sampling_params.extra_args or {})
                     local = msgspec.structs.replace(hand_over, lease=lease)
@@ -53,7 +53,7 @@ class DecodeServer(EngineServer):
             self._live.pop(request.request_id, None)
             if hand_over is not None:
                 key = (ticket.ticket_id, ticket.attempt)
-                self._background(self._transfer.tell("drop_reader", *key, self.engines))
+                self._background(self._transfer.drop_reader(*key, self.engines))
             raise
         if self._was_aborted(live):  # while the request was on its way into the engine
             await self._abort([request.request_id])
@@ -62,15 +62,12 @@ class DecodeServer(EngineServer):
         lease = hand_over.lease
         wait_s = deadlines.read_s(lease.num_bytes, lease.node_id == self.node_id, hand_over.deadline_s)
         try:
-            found: Lease | Verdict = await self._transfer.ask(
-                "begin_read", hand_over, self.engines, wait_s, trace, timeout_s=wait_s + 1.0
-            )
+            return await self._transfer.begin_read(hand_over, self.engines, wait_s, trace)
         except ReplicaError as error:
             logger.warning("ticket %d: %s", hand_over.ticket_id, error)
             key = (hand_over.ticket_id, hand_over.attempt)
-            self._background(self._transfer.tell("drop_reader", *key, self.engines))  # it may still come to it
+            self._background(self._transfer.drop_reader(*key, self.engines))  # it may still come to it
             return Verdict.MISSING
-        return found
 
     @staticmethod
     def _was_aborted(live: InFlight) -> bool:

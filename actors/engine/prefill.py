@@ -9,7 +9,7 @@ from typing import Any
 from actors.engine.in_flight import InFlight, PrefillRefused
 from actors.engine.orders import SealParams, to_params
 from actors.engine.server import EngineServer
-from actors.messages import Lease, PrefillDone, ReplicaEventKind, Role, Ticket
+from actors.messages import PrefillDone, ReplicaEventKind, Role, Ticket
 from kernels.layout import PageLayout
 
 
@@ -27,11 +27,9 @@ class PrefillServer(EngineServer):
         wait_s, keep_s = ticket.deadline_s / 2 or 5.0, max(self.spec.transfer.lease_s, ticket.deadline_s)
         key = (ticket.ticket_id, ticket.attempt)
         try:
-            lease: Lease | None = await self._transfer.ask(
-                "lease", *key, num_bytes, self.engines, wait_s, keep_s, ticket.trace, timeout_s=wait_s + 1.0
-            )
+            lease = await self._transfer.lease(*key, num_bytes, self.engines, wait_s, keep_s, ticket.trace)
         except BaseException:  # it may still be granted, to nobody
-            self._background(self._transfer.tell("drop_writer", *key, self.engines))
+            self._background(self._transfer.drop_writer(*key, self.engines))
             raise
         if lease is None:
             raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
@@ -58,18 +56,18 @@ class PrefillServer(EngineServer):
             if live.in_engine:
                 await asyncio.shield(self._abort([request.request_id]))
                 # The worker half reports WriterDone once the engine has let go; then the bytes are given back.
-                await asyncio.shield(self._transfer.tell("release", [key]))
+                await asyncio.shield(self._transfer.release(*key))
             else:
-                await asyncio.shield(self._transfer.tell("drop_writer", *key, self.engines))
+                await asyncio.shield(self._transfer.drop_writer(*key, self.engines))
             raise
         except Exception:  # the engine is gone or hangs: the bytes are free when it cannot touch them any more
-            await self._transfer.tell("release", [key])
+            await self._transfer.release(*key)
             raise
         finally:
             self._live.pop(request.request_id, None)
             self._event(ReplicaEventKind.RELEASED, live, ticket.request_id)
         if str(output.finish_reason) not in ("length", "stop"):
-            await self._transfer.tell("release", [key])
+            await self._transfer.release(*key)
             raise PrefillRefused(f"prefill of ticket {ticket.ticket_id} ended as {output.finish_reason}")
         stats = output.prefill_stats
         cached = stats.num_cached_tokens if stats else 0

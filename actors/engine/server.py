@@ -75,7 +75,7 @@ class EngineServer:
         self.replica_id = replica_id
         self.node_id = node_id
         self.incarnation = time.time_ns()
-        self._transfer = TransferClient(node_id, get_transfer)
+        self._transfer = TransferClient(node_id, get_transfer, socket_path)
         self._get_controller = get_controller
         self._tracer = tracer(spec.tracing, str(self.role), replica_id)
         self._live: dict[str, InFlight] = {}
@@ -443,5 +443,6 @@ class EngineServer:
             task.cancel()
         self._tasks = []
         self.links.close()
+        self._transfer.close()
         self.core.shutdown()
         engine_shm.sweep()  # of processes that had to be killed

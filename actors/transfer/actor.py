@@ -21,6 +21,7 @@ from actors.messages import HandOver, Lease, StagingStatus, TransferReport, Verd
 from actors.transfer import events as ev
 from actors.transfer.channel import Offer
 from actors.transfer.fetch import PIECE_BYTES, Bytes, fetch
+from actors.transfer.host_calls import HostCalls
 from actors.transfer.link_server import LinkServer
 from actors.transfer.machine import TransferMachine
 from actors.transfer.memory import MemoryRefused, StagingMemory, socket_path
@@ -55,7 +56,9 @@ class KVTransfer:
         num_bytes = Staging(staging_bytes_max).bytes_max
         self.memory = StagingMemory(num_bytes)
         self.machine = TransferMachine(node_id, self._incarnation, self._next_segment(), num_bytes, int(lease_s * 1e9))
-        self.links = LinkServer(socket_path(file_tag(application), node_id), self._step)
+        path = socket_path(file_tag(application), node_id)
+        self.links = LinkServer(path, self._step)
+        self.hosts = HostCalls(self, path)
         self._controller: Any = None
         self._orphan_since = 0.0
         self._call_ids = itertools.count(1)
@@ -71,8 +74,9 @@ class KVTransfer:
     ) -> dict[str, Any]:
         """Idempotent; returns what a replica has to tell its engine. Settings other than those in force take effect."""
         if not self._tasks:
-            self.links.start()
             self._spawn(self._tick_loop())
+            self.links.start()
+            await self.hosts.start()
         if tracing is not None:
             self._spans.configure(tracing)
         if staging_bytes_max:
@@ -90,6 +94,7 @@ class KVTransfer:
         for task in self._tasks:
             task.cancel()
         self.links.close()
+        self.hosts.close()
         self.memory.close()
 
     # -- calls of replicas
