@@ -10,23 +10,17 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
 import json
 import re
-import shutil
 import socket
-import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
-import websockets.sync.client
 from controller_driver import ControllerDriver
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -36,8 +30,8 @@ from actors.controller.history import POINTS_MAX, STEP_S, History
 from app.api.keys import ADMIN_KEY, API_KEYS, KeyRing
 from app.api.middleware import Access, RequestFilter
 from app.api.page import VIEWERS_MAX, add_page
+from ops.browser import CHROMIUM, TEXT, Browser
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NASTY = "<img src=x onerror=\"document.title='caught'\">"
 
 
@@ -164,74 +158,6 @@ async def test_events_come_until_the_viewer_leaves_and_viewers_are_bounded() -> 
         await task
 
 
-class Browser:
-    """One tab of a headless Chromium."""
-
-    def __init__(self, folder: Path) -> None:
-        assert CHROMIUM is not None
-        command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
-        self._log = (folder / "chromium.log").open("w+")
-        self._process = subprocess.Popen([*command, f"--user-data-dir={folder}", "about:blank"], stderr=self._log)
-        port = self._port(folder)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=20) as answer:
-            tab = next(each for each in json.load(answer) if each["type"] == "page")
-        self._open = contextlib.ExitStack()
-        connection = websockets.sync.client.connect(tab["webSocketDebuggerUrl"], max_size=None)
-        self._socket = self._open.enter_context(connection)
-        self._last = 0
-
-    @staticmethod
-    def _port(folder: Path) -> int:
-        file = folder / "DevToolsActivePort"
-        until = time.monotonic() + 60
-        while not file.exists() or not file.read_text():
-            assert time.monotonic() < until, "Chromium has not started within 60 s"
-            time.sleep(0.1)
-        return int(file.read_text().split()[0])
-
-    def call(self, method: str, **parameters: Any) -> Any:
-        self._last += 1
-        self._socket.send(json.dumps({"id": self._last, "method": method, "params": parameters}))
-        while True:
-            message = json.loads(self._socket.recv(timeout=60))
-            if message.get("id") == self._last:
-                assert "error" not in message, message
-                return message["result"]
-
-    def value(self, expression: str) -> Any:
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
-        return answer["result"].get("value")
-
-    def wait(self, expression: str, seconds: float = 30.0) -> None:
-        until = time.monotonic() + seconds
-        while not self.value(expression):
-            assert time.monotonic() < until, (
-                f"{expression} is not so after {seconds:g} s: {self.value('document.body.innerText')}"
-            )
-            time.sleep(0.1)
-
-    def press(self, key: str) -> None:
-        text = key if len(key) == 1 else ""
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    def width(self, pixels: int, height: int = 900) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=pixels, height=height, deviceScaleFactor=1, mobile=pixels < 600
-        )
-
-    def picture(self, file: Path) -> None:
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(shot["data"]))
-
-    def close(self) -> None:
-        self._open.close()
-        self._process.terminate()
-        self._process.wait(20)
-        self._log.close()
-
-
 @pytest.fixture
 def running() -> Iterator[tuple[Service, str]]:
     service = Service()
@@ -252,9 +178,6 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
     made = Browser(tmp_path)
     yield made
     made.close()
-
-
-TEXT = "(document.body || {innerText: ''}).innerText"
 
 
 def test_a_person_sees_the_service_in_a_browser(running: tuple[Service, str], browser: Browser, tmp_path: Path) -> None:

@@ -2,17 +2,17 @@
 
 In one service: one prefill and one decode engine of the demo model, the page check on, a real Prometheus. The windows
 of minutes in the rules are shortened, and nothing else of them. Writes alerts.json (what was done, every change seen,
-the table) and, of the same run, a picture of each dashboard and of the page. Needs Debian's prometheus, and chromium.
+the table), a page of results beside the folder, and pictures of the dashboards and of `/pageferry` of the same run.
+Needs Debian's prometheus, and chromium for the last.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +24,8 @@ from app.commands.serve import Service
 from cluster.metrics import TABLE
 from cluster.spec import ClusterSpec
 from ops.bench import facts
+from ops.browser import CHROMIUM, TEXT, Browser
+from ops.chaos.alerts.page import page
 from ops.chaos.alerts.stages import STAGES, Stage, Staging
 from ops.chaos.alerts.watch import Watch
 from ops.grafana.dashboards import DASHBOARDS
@@ -92,15 +94,15 @@ def write(record: dict[str, Any], watch: Watch, rows: list[dict[str, Any]], out:
 
 
 def row(watch: Watch, alert: str, stage: Stage, began: float, ended: float) -> dict[str, Any]:
-    """Seconds from the start of the stage to the alert, and from its end to the last time it was clear again."""
-    clear = watch.last_clear(alert)
+    """Seconds from the start of the stage to the alert, and from its end until it was clear again."""
+    fired = watch.after(alert, began, True)
     return {
         "alert": alert,
         "stage": stage.name,
         "how": stage.how,
         "what": stage.what,
-        "fired_after_s": watch.after(alert, began, True),
-        "cleared_after_s": None if clear is None else round(max(0.0, clear - ended), 1),
+        "fired_after_s": fired,
+        "cleared_after_s": None if fired is None else watch.clear_after(alert, began + fired, ended),
     }
 
 
@@ -118,16 +120,14 @@ def pictures(service: Service, watching: Prometheus, began: float, out: Path) ->
     for board in DASHBOARDS:
         filled = draw(board, watching.url, began, time.time(), "20s", out / f"{board.uid}.png")
         say(f"{board.uid}: {filled} of {len(board.panels)} panels have data")
-    if (chromium := shutil.which("chromium")) is None:
+    if CHROMIUM is None:
         return
-    for name, size in (("page", "1280,1500"), ("page-phone", "390,2400")):
-        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={size}", "--timeout=8000"]
-        subprocess.run(
-            [*command, f"--screenshot={out / name}.png", f"{service.url}/pageferry"],
-            check=False,
-            timeout=60,
-            capture_output=True,
-        )
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Browser(Path(folder))) as browser:
+        for name, width in (("page", 1280), ("page-phone", 390)):
+            browser.width(width, 1000)
+            browser.call("Page.navigate", url=f"{service.url}/pageferry")
+            browser.wait(f"{TEXT}.includes('up to date')", 60)
+            browser.picture(out / f"{name}.png")
 
 
 def main(argv: list[str]) -> int:
@@ -162,6 +162,8 @@ def main(argv: list[str]) -> int:
                 watch.stop()
                 (args.out / "alerts.json").write_text(json.dumps(record, indent=1) + "\n")
                 pictures(service, watching, began, args.out)
+                shown = sorted(file.name for file in args.out.glob("*.png"))
+                args.out.with_suffix(".md").write_text(page(record, args.out.name, shown))
         finally:
             service.stop()
     for each in record["table"]:

@@ -57,5 +57,8 @@ class Watch(threading.Thread):
     def all_fired(self, alerts: Iterable[str], since: float) -> bool:
         return all(self.after(alert, since, True) is not None for alert in alerts)
 
-    def last_clear(self, alert: str) -> float | None:
-        return next((at for at, name, fires in reversed(self.changes) if name == alert and not fires), None)
+    def clear_after(self, alert: str, fired: float, ended: float) -> float | None:
+        """Seconds from `ended` until it was clear; 0 when it was before, None when it never was after it `fired`."""
+        clears = [at for at, name, fires in self.changes if name == alert and not fires and at >= fired]
+        late = next((at for at in clears if at >= ended), None)
+        return round(late - ended, 1) if late is not None else 0.0 if clears else None
