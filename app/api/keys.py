@@ -187,6 +187,8 @@ class KeyRing:
         self._num_checks += 1
         try:
             async with self._checking:
+                if (owner := self._verified.get(digest)) is not None:
+                    return owner  # another request of the same key has waited before this one
                 hashed = await asyncio.to_thread(_scrypt, key, bytes.fromhex(entry.salt))
         finally:
             self._num_checks -= 1
