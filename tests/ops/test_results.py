@@ -1,7 +1,7 @@
 """Figures that are committed with raw data can be computed from it.
 
 1. Ratios of the system benchmark, and of the time to first token, come out of the raw rounds and turns as printed.
-2. The survival table comes out of the recorded runs as printed.
+2. The tables of survival and storm come out of the recorded runs as printed.
 3. Every results page names its command and a commit, and either a raw file beside it or that none was kept.
 """
 
@@ -55,9 +55,14 @@ def test_the_overhead_is_that_of_the_turns() -> None:
         assert f"{row}[{low:.1f}, {high:.1f}] |" in page
 
 
-def test_the_survival_table_is_that_of_the_runs() -> None:
-    page = (RESULTS / "survival.md").read_text()
-    assert report.table(report.read(RESULTS / "survival.jsonl")) in page
+@pytest.mark.parametrize("name", ["survival", "storm"])
+def test_the_table_of_a_campaign_is_that_of_its_runs(name: str) -> None:
+    page = (RESULTS / f"{name}.md").read_text()
+    rows = report.read(RESULTS / f"{name}.jsonl")
+    assert report.table(rows) in page
+    for row in rows:
+        if "stall_s" in row.get("more", {}):
+            assert f"| {row['more']['stall_s']:.3f} s |" in page
 
 
 @pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.name)
