@@ -151,6 +151,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     decode_node: str = ""
     num_prompt_tokens: int = 0
     deadline_s: float = 0.0  # for the hand-over, from admission to pages opened
+    alone: bool = False  # no other request is on that decode replica, as `AdmitRequest.alone` asks for
     trace: str = ""  # of `AdmitRequest`
     rates: Rates | None = None  # when it was issued
 

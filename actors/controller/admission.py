@@ -140,6 +140,7 @@ class Admission(ControllerState):
             decode_node=decode.node_id,
             num_prompt_tokens=request.num_prompt_tokens,
             deadline_s=self._deadline_s(choice),
+            alone=request.alone and choice.slots >= choice.decode.slots,
             trace=request.trace,
         )
 

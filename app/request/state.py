@@ -345,7 +345,7 @@ def _on_decode_lost(state: RequestState, event: DecodeLost) -> Step:
         )
         return _end(state, Outcome.FAILED, RequestError(503, message))
     died = event.died and state.submitted
-    if died and state.alone:
+    if died and state.ticket.alone:
         message = (
             f"{state.deaths + 1} engines ended while they had this request, the last one while it had no other; it is "
             "not tried again. What ended them is in the service's log"

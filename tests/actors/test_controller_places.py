@@ -90,7 +90,7 @@ def test_a_request_that_engines_died_with_gets_an_empty_replica_and_keeps_it_emp
         1, beats=("d1", "d2")
     )  # the replica that was lost is heard again; it is excluded, the other one is not empty
     alone = rig.answer(call)
-    assert isinstance(alone, Ticket) and alone.decode == first.decode and alone.prefill is None
+    assert isinstance(alone, Ticket) and alone.decode == first.decode and alone.prefill is None and alone.alone
     assert [rig.admit(f"n{n}").decode for n in range(5)] == [other.decode] * 5
     rig.end(alone)
     assert rig.admit("after").decode == first.decode
@@ -124,7 +124,7 @@ def test_it_runs_beside_others_when_no_replica_becomes_empty_in_time(rig: Contro
     assert rig.answer(call) is None
     rig.wait(2, beats=("d1", "d2", "p1"))
     beside = rig.answer(call)
-    assert isinstance(beside, Ticket) and beside.prefill is None
+    assert isinstance(beside, Ticket) and beside.prefill is None and not beside.alone
     assert len(rig.machine.registry.replicas[beside.decode].tickets) > 1 and rig.audit() == []
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from fake_cluster import Decode, FakeCluster, cancel, request, settled, tokens_of, until
 from vllm.v1.engine import FinishReason
@@ -92,7 +93,10 @@ async def test_a_request_that_two_engines_died_with_asks_for_a_replica_to_itself
     far = FakeCluster()
     far.use_prefill = False
     far.decodes |= {"d3": Decode()}
-    far.lost_answers = [far.ticket(1, 2, decode="d2"), far.ticket(1, 3, decode="d3")]
+    far.lost_answers = [
+        far.ticket(1, 2, decode="d2"),
+        msgspec.structs.replace(far.ticket(1, 3, decode="d3"), alone=True),
+    ]
     client = far.client()
     await client.add_request_async(request())
     for number, name in enumerate(("d1", "d2", "d3"), 1):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from actors.messages import HandOver, Lease, Outcome, Overloaded, Role, Seal, Ticket, Verdict
 from app.request import state
@@ -251,7 +252,10 @@ def test_a_request_that_two_engines_died_with_runs_alone_and_a_third_death_ends_
     _, actions = tell(*events)
     reports = [action.alone for action in actions if isinstance(action, ReportLost)]
     assert reports == [False, True]
-    events += [Admitted(ticket(3, prefill=None, decode="d1")), Submitted()]
+    beside = Admitted(ticket(3, prefill=None, decode="d1"))
+    _, actions = tell(*events, beside, Submitted(), DecodeLost("d1", "killed", 3, died=True))
+    assert isinstance(actions[-1], ReportLost) and actions[-1].alone, "another request may have ended that one"
+    events += [Admitted(replace(beside.ticket, alone=True)), Submitted()]
     _, actions = tell(*events, DecodeLost("d1", "no answer", 3))
     assert isinstance(actions[-1], ReportLost) and actions[-1].alone, "not a death, so it may go on, alone as before"
     _, actions = tell(*events, DecodeLost("d1", "killed", 3, died=True))
