@@ -59,6 +59,7 @@ PING_S = 1.0  # how soon the death of a process is seen; longer with more than P
 PINGS_MAX = 200
 NODES_S = 2.0
 ALONE_S = 40.0  # neither Serve nor a process of the application heard for this long: it is gone
+Client = tuple[str, int]  # frontend, and which of its handles
 EPOCH_ZERO_S = 1_577_836_800  # 2020-01-01; epochs count half seconds from there, so a later life has a higher one
 
 logger = logging.getLogger("pageferry.controller")
@@ -79,7 +80,7 @@ class Controller:
         self._application = application
         self._calls: dict[int, Callable[[Any], None]] = {}  # what takes the answer, by call
         self._last_call = 0
-        self._mailboxes: dict[str, Mailbox] = {}  # by client
+        self._mailboxes: dict[Client, Mailbox] = {}
         self._orders: dict[str, asyncio.Queue[FrontendCommand]] = {}
         self._polls: Counter[str] = Counter()  # frontend -> long polls that wait on its orders
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,7 +106,7 @@ class Controller:
         return cast(T, answer)
 
     async def calls(
-        self, client: str, batch: list[tuple[int, Request[Any] | None]]
+        self, client: Client, batch: list[tuple[int, Request[Any] | None]]
     ) -> tuple[int, list[tuple[int, Any]]]:
         """Many messages, each with a number of its client's; None: nobody waits for that number any more.
 
@@ -124,7 +125,7 @@ class Controller:
             self._run(message, call_id)
         return self._life, mailbox.take()
 
-    async def answers(self, client: str, timeout_s: float) -> tuple[int, list[tuple[int, Any]]]:
+    async def answers(self, client: Client, timeout_s: float) -> tuple[int, list[tuple[int, Any]]]:
         """Long poll for what `calls` did not answer at once."""
         mailbox = self._mailboxes.setdefault(client, Mailbox())
         mailbox.polls += 1
@@ -234,8 +235,8 @@ class Controller:
         for frontend_id in self._orders.keys() - self._machine.frontends.keys():
             if not self._polls[frontend_id]:  # else a long poll waits on it
                 del self._orders[frontend_id], self._polls[frontend_id]
-        for client in self._mailboxes.keys() - self._machine.frontends.keys():
-            if not self._mailboxes[client].polls:
+        for client, mailbox in list(self._mailboxes.items()):
+            if client[0] not in self._machine.frontends and not mailbox.polls:
                 del self._mailboxes[client]
 
     def _export(self) -> None:

@@ -117,7 +117,8 @@ def _state(application: dict[str, Any] | None, before: float) -> tuple[str, str]
         return "DEPLOYING", "Serve has not begun"
     status = str(application["status"])
     if status == "DEPLOY_FAILED":
-        return status, str(application["message"])
+        why = [f"{name}: {each['message']}" for name, each in application["deployments"].items() if each["message"]]
+        return status, "\n".join([str(application["message"]), *why])
     waiting = []
     for name, deployment in application["deployments"].items():
         counts: dict[str, int] = {}

@@ -20,19 +20,21 @@ from actors.messages import AdmitRequest, Ended, Outcome, ReplicaLost, Request, 
 WINDOW_S = 0.005
 POLL_S = 10.0
 WITHDRAWN_MAX = 1_000
+_handles = itertools.count(1)
 BATCHED = (AdmitRequest, WaitForHandOver, ReplicaLost, Ended)
 
 
 class BatchingHandle:
     """What a frontend has of the controller's actor: as the actor's own handle, `handle.method.remote(...)`.
 
-    Of one process: `client` is its frontend's id. An answer that may be lost (the actor is gone, or is another life of
+    `frontend_id`: of this process. Each handle has a mailbox of its own at the actor, so that one that was given up
+    takes no answer of its successor's. An answer that may be lost (the actor is gone, or is another life of
     it) is a `RayActorError` at whoever waits for it: all of these messages may be sent again.
     """
 
-    def __init__(self, actor: Any, client: str) -> None:
+    def __init__(self, actor: Any, frontend_id: str) -> None:
         self.actor = actor
-        self._client = client
+        self._client = (frontend_id, next(_handles))
         self._numbers = itertools.count(1)
         self._outbox: list[tuple[int, Request[Any] | None]] = []  # None: nobody waits for this number any more
         self._waiting: dict[int, asyncio.Future[Any]] = {}

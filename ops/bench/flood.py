@@ -33,6 +33,7 @@ from ops.bench.pages import page
 
 STREAMS, STREAM_TOKENS = 3, 300
 SAMPLE_S = 0.5
+UNKEPT = ("text", "token_s", "token_ids")  # of an answer, in the record
 REST_S, MOVE_S = 120.0, 400.0
 PROMPT = "a long story about the sea and the people who live by it, " * 24
 
@@ -127,7 +128,7 @@ class Repeat:
             "problems": problems + sorted({answer["error"] for answer in answers if answer["error"]}),
             "targets": {pool: _changes([s[pool]["target"] for s in self.samples]) for pool in ("decode", "prefill")},
             "samples": self.samples,
-            "answers": [{key: value for key, value in answer.items() if key != "text"} for answer in answers],
+            "answers": [{key: value for key, value in answer.items() if key not in UNKEPT} for answer in answers],
         }
         return result
 

@@ -112,7 +112,9 @@ def test_one_failed_call_orders_nothing(seed: int) -> None:
     rig.decode("e0", "e1", "e2", "e3", blocks_total=10_000, max_model_len=1 << 16)
     tickets = [rig.admit(f"r{n}", prompt=dice.randrange(1_000, 20_000), most=400) for n in range(24)]
     run(rig, 8)
+    lost = tickets[0].decode
     rig.lost(tickets[0], Role.DECODE)
+    rig.wait(1.5, beats=tuple(name for name in names(rig) if name != lost))  # its next heartbeat comes late
     run(rig, 4)
     assert [each for each in rig.scaled if each.pool is Role.DECODE and each.target > each.current] == []
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from actors.controller.actor import Mailbox
+from actors.controller.actor import Client, Mailbox
 from actors.controller.events import StepFailed
 from actors.messages import AdmitRequest, Ended, Outcome, Request, Ticket, WaitForHandOver
 from app.rpc import batching
@@ -22,7 +22,7 @@ class Actor:
     def __init__(self) -> None:
         self.life = 1
         self.batches: list[list[tuple[int, Request[Any] | None]]] = []
-        self.mailbox = Mailbox()
+        self.mailboxes: dict[Client, Mailbox] = {}
         self.polls = 0
         self.broken = False
         self.answer: Callable[[Any], Any] = lambda message: "ok" if isinstance(message, Ended) else None
@@ -40,24 +40,31 @@ class Actor:
         def __init__(self, run: Any) -> None:
             self.remote = lambda *args: asyncio.ensure_future(run(*args))
 
-    async def _calls(self, client: str, batch: list[tuple[int, Request[Any] | None]]) -> Any:
+    @property
+    def mailbox(self) -> Mailbox:
+        """Of the handle that was made last."""
+        return self.mailboxes[max(self.mailboxes)]
+
+    async def _calls(self, client: Client, batch: list[tuple[int, Request[Any] | None]]) -> Any:
         if self.broken:
             raise RayActorError
         self.batches.append(batch)
+        mailbox = self.mailboxes.setdefault(client, Mailbox())
         for number, message in batch:
             if message is not None and (value := self.answer(message)) is not None:
-                self.mailbox.put(number, value)
+                mailbox.put(number, value)
         if self.lose_reply:
-            self.mailbox.take()
+            mailbox.take()
             raise RayActorError
-        return self.life, self.mailbox.take()
+        return self.life, mailbox.take()
 
-    async def _answers(self, client: str, timeout_s: float) -> Any:
+    async def _answers(self, client: Client, timeout_s: float) -> Any:
         self.polls += 1
-        await self.mailbox.filled.wait()
+        mailbox = self.mailboxes[client]
+        await mailbox.filled.wait()
         if self.broken:
             raise RayActorError
-        return self.life, self.mailbox.take()
+        return self.life, mailbox.take()
 
 
 def admit(name: str) -> AdmitRequest:
@@ -126,3 +133,17 @@ async def test_who_leaves_is_withdrawn_and_a_ticket_on_its_way_is_given_back() -
     sent = [entry for batch in actor.batches[1:] for entry in batch]
     assert (number, None) in sent
     assert [message for _, message in sent if message is not None] == [Ended(7, Outcome.CANCELLED)]
+
+
+async def test_a_handle_that_was_given_up_takes_no_answer_of_its_successor() -> None:
+    """One lost connection makes the frontend look the actor up again, while the old handle's calls still wait there."""
+    actor = Actor()
+    old, new = BatchingHandle(actor, "f"), BatchingHandle(actor, "f")
+    first = old.call.remote(admit("a"))
+    await settle()
+    second = new.call.remote(admit("b"))
+    await settle()
+    for client, number in zip(sorted(actor.mailboxes), (1, 2)):
+        [asked] = [n for batch in actor.batches for n, message in batch if message == admit("ab"[number - 1])]
+        actor.mailboxes[client].put(asked, ticket(number))
+    assert (await first).ticket_id == 1 and (await second).ticket_id == 2

@@ -109,9 +109,9 @@ def test_another_port_than_serves_is_refused_in_words(ports: tuple[int, int]) ->
 def test_the_controller_ends_with_its_application_and_with_serve(ports: tuple[int, int]) -> None:
     assert controller_actor("a") in actors() and controller_actor("b") in actors()
     serve.delete("a")
-    wait_gone("a")
+    wait_gone("a:")
     assert controller_actor("b") in actors()
     serve.shutdown()
-    wait_gone("b")
-    wait_gone("pageferry")
+    wait_gone("b:")
+    wait_gone("pageferry:")
     assert actors() == set()

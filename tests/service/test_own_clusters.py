@@ -14,8 +14,7 @@ CASES = {
     "two_nodes_cases.py": 5,
     "placement_group_cases.py": 1,
     "applications_cases.py": 4,
-    "deploy_cases.py": 4,
-    "drain_cases.py": 1,
+    "deploy_cases.py": 5,
 }
 
 

@@ -39,8 +39,9 @@ def actors() -> set[str]:
     }
 
 
-def wait_gone(name: str) -> None:
+def wait_gone(prefix: str) -> None:
+    """Until no actor of ours has a name that begins so."""
     until = time.monotonic() + GONE_S
-    while any(actor.startswith(f"{name}:") for actor in actors()):
-        assert time.monotonic() < until, actors()
+    while left := [actor for actor in actors() if actor.startswith(prefix)]:
+        assert time.monotonic() < until, left
         time.sleep(1.0)
