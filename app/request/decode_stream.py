@@ -91,7 +91,7 @@ class DecodeStream:
         except asyncio.CancelledError:
             reason, died = self._reason or "the link was closed", False
         except ReplicaGone as error:
-            reason = str(error)
+            reason, died = str(error), error.died
         except Exception as error:
             logger.warning("output stream of %s: %r", self.replica_id, error)
             reason = f"its output stream failed with {type(error).__name__}"

@@ -288,6 +288,6 @@ class RemoteDecode(_Pool):
             yield []  # the stream stands
             while (frames := await found.outputs.get()) is not None:
                 yield frames
-            raise ReplicaGone(replica_id, found.reason)
+            raise ReplicaGone(replica_id, found.reason, found.died)
         finally:
             found.end("this frontend has nothing there any more")

@@ -41,6 +41,7 @@ class ReplicaLink:
         self.replica_id = replica_id
         self.outputs: asyncio.Queue[list[bytes] | None] = asyncio.Queue()  # None: no more
         self.reason = ""  # why it has ended
+        self.died = False  # with the replica's process or engine
         self._on_end = on_end
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[PrefillDone | None]] = {}
@@ -143,7 +144,7 @@ class ReplicaLink:
         """Idempotent. Calls under way raise `ReplicaGone`, and the replica aborts what this frontend has there."""
         if self.reason:
             return
-        self.reason = reason
+        self.reason, self.died = reason, died
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(ReplicaGone(self.replica_id, reason, died))

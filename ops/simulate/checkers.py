@@ -9,7 +9,7 @@
 6. Usage is counted once: the controllers' lives together counted no more ends than there were requests, and all of
    them where no controller and no frontend died.
 7. No request failed while the cluster had what it needed. Allowed are: `page_integrity` where a mismatch was planted,
-   and `not_resumable` for random sampling that had put out tokens.
+   `not_resumable` for random sampling that had put out tokens, and `engine_death` where three engines have died.
 8. No page that was opened held other bytes than its seal says, and no exception was left unhandled.
 9. Nobody wrote or read staging bytes that were not its ticket's at that moment, no proof of one attempt was used for
    another, and no request gave up a decode replica that was well. These are seen as they happen.
@@ -91,7 +91,10 @@ def _request(cluster: ClusterSim, record: Record, found: Verdicts) -> None:
             place = f"{sequence.position} of {sequence.last} tokens"
             found.violations.append(f"{sequence.request_id} is done with {place}")
     planted = any(sequence.request_id in cluster.findings.mismatched for sequence in record.sequences)
-    if record.outcome == "failed" or (record.outcome == "page_integrity" and not planted):
+    without_cause = (record.outcome == "page_integrity" and not planted) or (
+        record.outcome == "engine_death" and cluster.engine_deaths < 3
+    )
+    if record.outcome == "failed" or without_cause:
         found.lost += 1
         found.violations.append(f"{name} failed: {record.detail}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.request.state import PAGE_INTEGRITY_ERROR, RequestError
+from app.request.state import ENGINE_DEATH_ERROR, PAGE_INTEGRITY_ERROR, RequestError
 from ops.simulate.model import Script, advance, next_token
 
 LOOK_AHEAD = 64  # positions after the expected one in which a token that came too early is looked for
@@ -59,7 +59,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Record:
-    """One request. `outcome`: done, cancelled, busy, client_gone; failed, page_integrity, not_resumable; "": none."""
+    """`outcome`: done, cancelled, busy, client_gone, page_integrity, not_resumable, engine_death or failed."""
 
     request_id: str
     arrival_ns: int
@@ -102,6 +102,8 @@ class Record:
         outcome = "busy" if error.status == 429 else "failed"
         if error.kind == PAGE_INTEGRITY_ERROR:
             outcome = "page_integrity"
+        elif error.kind == ENGINE_DEATH_ERROR:
+            outcome = "engine_death"
         elif self.recovery == "none" and self.position and "cannot be continued exactly" in error.message:
             outcome = "not_resumable"
         self.end(outcome, f"{error.status}: {error.message}", now_ns)

@@ -82,6 +82,7 @@ class ClusterSim:
             for n in range(shape.frontends)
         ]
         self.records: list[Record] = []
+        self.engine_deaths = 0
         self._sample_ns = sample_ns
         self._unarrived = len(scenario.arrivals)
 
@@ -93,6 +94,7 @@ class ClusterSim:
         process.die()
         event: ReplicaLeft | FrontendGone | None = None
         if isinstance(process, ReplicaSim):
+            self.engine_deaths += 1
             event = ReplicaLeft(process.name, process.life, "has died", "died")
         elif isinstance(process, FrontendSim):
             event = FrontendGone(process.name)

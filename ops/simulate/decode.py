@@ -33,7 +33,7 @@ class TokenStream:
         self.queue: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
         self.open = True
         self._net = net
-        self._replica = replica
+        self.replica = replica
         self._last_ns = 0
 
     def push(self, frames: list[bytes]) -> None:
@@ -41,7 +41,7 @@ class TokenStream:
         if delay_ns is None:
             # A stream has no gaps: losing a message is losing the stream, and both ends learn it.
             self.break_off(Net.ERROR_NS)
-            self._replica.stream_closed(self)
+            self.replica.stream_closed(self)
             return
         self._last_ns = max(self._last_ns, world.now_ns + delay_ns)
         self.frontend.later(self._last_ns - world.now_ns, self._deliver, frames)
@@ -55,7 +55,7 @@ class TokenStream:
     def close(self) -> None:
         """By the frontend."""
         self.open = False
-        self._replica.later(MS, self._replica.stream_closed, self)
+        self.replica.later(MS, self.replica.stream_closed, self)
 
     def _deliver(self, frames: list[bytes]) -> None:
         if self.open:

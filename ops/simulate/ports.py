@@ -88,7 +88,7 @@ class EnginePort:
         try:
             return await self._frontend.net.ask(self._frontend, replica, kind, handler(replica), once=True)
         except ConnectionLost as error:
-            raise ReplicaGone(replica_id, str(error)) from None
+            raise ReplicaGone(replica_id, str(error), died=not replica.alive) from None
 
     async def utility(self, method: str, args: list[Any]) -> list[Any]:
         return []
@@ -144,7 +144,7 @@ class Outputs:
         assert self._stream is not None
         frames = await self._stream.queue.get()
         if frames is None:
-            raise ReplicaGone(self._replica_id, "its output stream broke")
+            raise ReplicaGone(self._replica_id, "its output stream broke", died=not self._stream.replica.alive)
         return frames
 
     def _open(self, replica: DecodeSim) -> Handler:

@@ -112,6 +112,25 @@ async def test_a_request_that_two_engines_died_with_asks_for_a_replica_to_itself
     assert [(fault.status, fault.kind) for fault in faults] == [(500, "engine_death_error")]
 
 
+async def test_a_connection_that_ends_is_no_death_of_the_engine() -> None:
+    far = FakeCluster()
+    far.use_prefill = False
+    far.decodes |= {"d3": Decode()}
+    far.lost_answers = [far.ticket(1, 2, decode="d2"), far.ticket(1, 3, decode="d3"), far.ticket(1, 4, decode="d1")]
+    client = far.client()
+    await client.add_request_async(request())
+    for number, name in enumerate(("d1", "d2", "d3"), 1):
+        engine_id = "r" if number == 1 else f"r~{number}"
+        await until(lambda name=name, engine_id=engine_id: engine_id in far.decodes[name].submitted)
+        far.decodes[name].emit(engine_id, number)
+        await tokens_of(client, "r", 1)
+        far.decodes[name].lose_connection()
+    await until(lambda: "r~4" in far.decodes["d1"].submitted)
+    assert far.alone == [False, False, False]
+    far.decodes["d1"].emit("r~4", 9, finish=STOP)
+    await settled(client, far, {"r", "r~2", "r~3", "r~4"})
+
+
 async def test_late_tokens_of_a_replica_that_was_given_up_are_dropped() -> None:
     far = FakeCluster()
     far.use_prefill = False

@@ -78,6 +78,9 @@ class Decode:
 
     def die(self) -> None:
         self.alive = False
+        self.lose_connection()
+
+    def lose_connection(self) -> None:
         self.wire.put_nowait(None)
 
 
@@ -210,7 +213,7 @@ class FakeCluster:
             yield []
             while (frames := await decode.wire.get()) is not None:
                 yield frames
-            raise ReplicaGone(replica_id, "it died")
+            raise ReplicaGone(replica_id, "its stream ended", died=not decode.alive)
         finally:
             decode.streams -= 1
 

@@ -85,7 +85,7 @@ BUGS = (
         "self._receivers.pop(engine_id, None)",
         "pass",
         "hang_decode",
-        21,
+        102,
     ),
     Bug(
         "news of an older attempt move a sequence that has the new one",
@@ -107,6 +107,7 @@ BUGS = (
         "if not reply.known:",
         "if False:",
         "crash_controller, slow_decode",
+        3,
     ),
     # -- the controller
     Bug(
@@ -115,7 +116,7 @@ BUGS = (
         "if (ticket_id := self.registry.by_request.get(key)) is not None:",
         "if (ticket_id := None) is not None:",
         "duplicate, drop",
-        1,
+        3,
     ),
     Bug(
         "a seal of an older attempt is accepted",
@@ -123,7 +124,7 @@ BUGS = (
         "if live is None or live.ticket.attempt != seal.attempt or live.state not in HOLDS_LEASE:",
         "if live is None or live.state not in HOLDS_LEASE:",
         "delay, drop, crash_prefill, crash_decode, break_link",
-        27,
+        11,
     ),
     Bug(
         "a new controller takes the tickets of the one before for dead",
@@ -153,7 +154,6 @@ BUGS = (
         "return bool(self.writers or self.readers)",
         "return bool(self.writers)",
         "hang_decode, slow_decode",
-        11,
     ),
     Bug(
         "a lease is given back while an engine writes it",
@@ -161,7 +161,6 @@ BUGS = (
         "return bool(self.writers or self.readers)",
         "return bool(self.readers)",
         "hang_prefill, slow_prefill",
-        9,
     ),
     Bug(
         "a fetch from another node writes on when its bytes have been given back",
@@ -169,7 +168,6 @@ BUGS = (
         "self.staging.open_writer(waiting.key, fetch_name(fetch.fetch_id))",
         "pass",
         "hang_decode, cancel",
-        9,
     ),
     Bug(
         "an engine that has opened its pages stays a reader",
