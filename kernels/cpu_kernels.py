@@ -265,29 +265,42 @@ def open_mapped(  # type: ignore[no-untyped-def]
                         words_out[dst_at[there, i]] = words_in[wire_at[token, i]]
 
 
-@jit("void(int64[::1],int32[:,::1],int32[::1],int64,int64[:,::1],int32[::1],int32[::1],int64[::1],int32[:,::1])")
-def check_tags(  # type: ignore[no-untyped-def]
-    tags, table, seq_lens, page_tokens, expected, slots, query_start, slot_mapping, answer
-):
-    columns = min(table.shape[1], expected.shape[1])
-    limit = np.uint64(tags.size)
-    for row in range(seq_lens.size):
-        n = min(columns, (np.int64(seq_lens[row]) + page_tokens - 1) // page_tokens)
+@jit("int64(int64[::1],int64)")
+def check_tags(places, rows):  # type: ignore[no-untyped-def]
+    """How many of the first `rows` rows are wrong. `places`: see `cpu_numba.prepare_check`."""
+    tags = numba.carray(pointer(np.uint64(places[0])), (places[1],), np.int64)
+    columns, width = places[3], places[6]
+    limit, used, count = np.uint64(places[1]), min(columns, width), 0
+    lengths = numba.carray(pointer(np.uint64(places[4])), (rows,), np.int32)
+    slots = numba.carray(pointer(np.uint64(places[8])), (rows,), np.int32)
+    starts = numba.carray(pointer(np.uint64(places[9])), (rows + 1,), np.int32)
+    firsts = numba.carray(pointer(np.uint64(places[11])), (rows,), np.int32)
+    founds = numba.carray(pointer(np.uint64(places[12])), (rows,), np.int32)
+    for row in range(rows):
+        n = min(used, (np.int64(lengths[row]) + places[13] - 1) // places[13])
         slot = np.int64(slots[row])
-        known = 0 <= slot < expected.shape[0]
+        known = 0 <= slot < places[7]
         wrong = np.int64(0 if known or n <= 0 else 1)
-        pages, wanted = table[row], expected[slot if known else 0]
+        pages = numba.carray(pointer(np.uint64(places[2] + 4 * row * columns)), (columns,), np.int32)
+        claim = np.uint64(places[5] + 8 * width * (slot if known else 0))
+        wanted = numba.carray(pointer(claim), (width,), np.int64)
         for i in range(n):  # no early end: this loop is vector code
             page = np.uint64(np.int64(pages[i]))
             inside = page < limit
             wrong |= (tags[page if inside else np.uint64(0)] ^ wanted[i]) | (0 if inside else 1)
-        answer[0, row] = answer[1, row] = -1
+        firsts[row] = founds[row] = -1
         if wrong == 0:
             continue
+        count += 1
         for i in range(n):
             page = np.uint64(np.int64(pages[i]))
             if not known or page >= limit or tags[page] != wanted[i]:
-                answer[0, row], answer[1, row] = i, pages[i]
+                firsts[row], founds[row] = i, pages[i]
                 break
-        table[row, :] = 0
-        slot_mapping[query_start[row] : query_start[row + 1]] = -1
+        for i in range(columns):
+            pages[i] = 0
+        first, last = np.int64(starts[row]), np.int64(starts[row + 1])
+        mapping = numba.carray(pointer(np.uint64(places[10])), (last,), np.int64)
+        for i in range(first, last):
+            mapping[i] = -1
+    return count

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -174,7 +174,7 @@ def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tens
     return digests
 
 
-def check_tags(
+def prepare_check(
     page_tags: Tensor,
     table: Tensor,
     seq_lens: Tensor,
@@ -184,10 +184,27 @@ def check_tags(
     query_start: Tensor,
     slot_mapping: Tensor,
     answer: Tensor,
-) -> None:
-    tensors = (page_tags, table, seq_lens, expected, slots, query_start, slot_mapping, answer)
-    tags, pages, lengths, wanted, places, starts, mapping, out = (tensor.numpy() for tensor in tensors)
-    cpu_kernels.check_tags(tags, pages, lengths, page_tokens, wanted, places, starts, mapping, out)
+) -> Callable[[int], int]:
+    """Everything but the number of rows is one array, because a step finds code and data of the last one out of the
+    cache: what counts is how much of either a call touches."""
+    firsts, founds = answer
+    kept = (page_tags, table, seq_lens, expected, slots, query_start, slot_mapping, firsts, founds)
+    tags, pages, lengths, wanted, places, starts, mapping, one, two = (tensor.data_ptr() for tensor in kept)
+    numbers = [tags, len(page_tags), pages, table.shape[1], lengths, wanted, expected.shape[1], len(expected), places]
+    packed = np.array([*numbers, starts, mapping, one, two, page_tokens], dtype=np.int64)
+    return _PreparedCheck(packed, kept)
+
+
+class _PreparedCheck:
+    def __init__(self, packed: np.ndarray, kept: tuple[Tensor, ...]) -> None:
+        self._packed, self._kept = packed, kept  # the tensors live as long as their addresses are used
+
+    def __call__(self, rows: int) -> int:
+        return int(cpu_kernels.check_tags(self._packed, rows))
+
+
+def check_tags(page_tags: Tensor, table: Tensor, *others: Any) -> None:
+    prepare_check(page_tags, table, *others)(len(table))
 
 
 def _unsigned(values: Tensor) -> np.ndarray:

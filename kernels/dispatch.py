@@ -4,6 +4,7 @@
     open_pages     wire pages -> cache pages, those with the right digest only
     page_digests   the digests of wire pages
     check_tags     page_tags[block table] against what the requests expect; stops the rows that are wrong
+    prepare_check  the same over buffers that stay, for every step (CPU)
     pack_int4      weights -> compressed-tensors INT4 (see `kernels.int4`)
     unpack_int4    and back
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Protocol, cast
@@ -37,6 +38,7 @@ __all__ = [
     "open_pages",
     "pack_int4",
     "page_digests",
+    "prepare_check",
     "seal_pages",
     "set_threads",
     "unpack_int4",
@@ -257,6 +259,56 @@ def check_tags(
     that the table named there or -1. A bad row's table becomes 0 and its slots -1: it reads the null page and writes
     nothing. All contiguous, on one device; on CUDA one kernel, nothing synchronises. Raises ValueError.
     """
+    if _check_tensors(page_tags, table, seq_lens, expected, slots, query_start, slot_mapping, answer):
+        backend = _load(backend_name(table.device))
+        backend.check_tags(page_tags, table, seq_lens, page_tokens, expected, slots, query_start, slot_mapping, answer)
+    else:
+        answer.fill_(-1)
+
+
+def prepare_check(
+    page_tags: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    page_tokens: int,
+    expected: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    slot_mapping: Tensor,
+    answer: Tensor,
+) -> Callable[[int], int]:
+    """`check_tags` over buffers that stay where they are, checked once; CPU only.
+
+    The call takes a number of rows, at most those of the buffers, checks so many and returns how many are wrong.
+    """
+    rest = (seq_lens, page_tokens, expected, slots, query_start, slot_mapping, answer)
+    if not _check_tensors(page_tags, table, seq_lens, expected, slots, query_start, slot_mapping, answer):
+        raise ValueError(f"no rows or no columns to check: table {arguments.shown(table)}")
+    backend = _load(backend_name(table.device))
+    if prepare := getattr(backend, "prepare_check", None):
+        return cast(Callable[[int], int], prepare(page_tags, table, *rest))
+
+    def call(rows: int) -> int:
+        part = (seq_lens[:rows], page_tokens, expected, slots[:rows], query_start[: rows + 1], slot_mapping)
+        found = answer[:, :rows].contiguous()
+        backend.check_tags(page_tags, table[:rows], *part, found)
+        answer[:, :rows] = found
+        return int((found[0] >= 0).sum())
+
+    return call
+
+
+def _check_tensors(
+    page_tags: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    expected: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    slot_mapping: Tensor,
+    answer: Tensor,
+) -> bool:
+    """Whether there is anything to check. Raises ValueError for tensors that do not go with each other."""
     rows = table.shape[0]
     for name, tensor, dtype, shape in (
         ("page_tags", page_tags, torch.int64, (page_tags.shape[0],)),
@@ -271,11 +323,7 @@ def check_tags(
         if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or not len(page_tags):
             wanted = f"{str(dtype).removeprefix('torch.')} {list(shape)}, contiguous"
             raise ValueError(f"{name} must be {wanted}, is {arguments.shown(tensor)}")
-    if rows and table.shape[1] and expected.shape[1]:
-        backend = _load(backend_name(table.device))
-        backend.check_tags(page_tags, table, seq_lens, page_tokens, expected, slots, query_start, slot_mapping, answer)
-    else:
-        answer.fill_(-1)
+    return bool(rows and table.shape[1] and expected.shape[1])
 
 
 def pack_int4(

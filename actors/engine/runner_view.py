@@ -21,10 +21,11 @@ class RunnerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """What a step's attention reads and writes. Row i is request `request_ids[i]`; writes go through to the runner.
+    """What a step's attention reads and writes: the runner's own buffers, of which the first R rows count.
 
-    table: int32 [R, columns]; seq_lens: int32 [R], tokens after this step; query_start: int32 [R + 1], row i's tokens
-    in slot_mapping, int64 [tokens], the cache slots that are written.
+    Row i is request `request_ids[i]` (R of them). table: int32 [rows, columns]; seq_lens: int32 [rows], tokens after
+    this step; query_start: int32 [rows + 1], row i's tokens in slot_mapping, int64 [tokens], the cache slots that are
+    written. A step with the requests and buffers of the last one gets the last one's view, the same object.
     """
 
     request_ids: Sequence[str]
@@ -32,6 +33,28 @@ class StepView:
     seq_lens: torch.Tensor
     query_start: torch.Tensor
     slot_mapping: torch.Tensor
+
+
+_NO_STEP = StepView((), *[torch.empty(0)] * 4)
+
+
+def _same_or_new(
+    last: StepView,
+    request_ids: list[str],
+    table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> StepView:
+    if (
+        last.request_ids == request_ids
+        and last.table is table
+        and last.seq_lens is seq_lens
+        and last.query_start is query_start
+        and last.slot_mapping is slot_mapping
+    ):
+        return last
+    return StepView(request_ids, table, seq_lens, query_start, slot_mapping)
 
 
 class RunnerView(Protocol):
@@ -78,6 +101,7 @@ class V1View:
         self.num_pages = int(runner.kv_cache_config.num_blocks)
         _demand(runner, seq_lens=runner.seq_lens, query_start=runner.query_start_loc.gpu)
         _demand(runner, table=self._table.block_table.gpu, slot_mapping=self._table.slot_mapping.gpu)
+        self._last = _NO_STEP
 
     @property
     def _table(self) -> Any:
@@ -88,16 +112,18 @@ class V1View:
             raise RunnerError("micro-batches (enable_dbo) split a step; turn enable_dbo off")
         if not context.attn_metadata:
             return None
-        runner, table = self.runner, self._table
+        runner = self.runner
         batch = runner.input_batch
-        rows = batch.num_reqs
-        return StepView(
-            batch.req_ids[:rows],
-            table.get_device_tensor(rows),
-            runner.seq_lens[:rows],
-            runner.query_start_loc.gpu[: rows + 1],
+        table = batch.block_table[0]
+        self._last = _same_or_new(
+            self._last,
+            batch.req_ids[: batch.num_reqs],
+            table.block_table.gpu,
+            runner.seq_lens,
+            runner.query_start_loc.gpu,
             table.slot_mapping.gpu,
         )
+        return self._last
 
     def request_ids(self) -> list[str]:
         batch = self.runner.input_batch
@@ -145,20 +171,26 @@ class V2View:
         self.num_pages = int(runner.kv_cache_config.num_blocks)
         buffers = runner.input_buffers
         _demand(runner, seq_lens=buffers.seq_lens, query_start=buffers.query_start_loc)
-        _demand(runner, table=tables.input_block_tables[0], slot_mapping=tables.slot_mappings[0])
+        self._mappings, self._mapping = tables.slot_mappings, tables.slot_mappings[0]
+        _demand(runner, table=tables.input_block_tables[0], slot_mapping=self._mapping)
+        self._last = _NO_STEP
 
     def step(self, context: Any, arguments: Mapping[str, Any]) -> StepView | None:
         request_ids = arguments.get("request_ids")
         if not request_ids:
             return None
-        rows, tables, buffers = len(request_ids), self.runner.block_tables, self.runner.input_buffers
-        return StepView(
-            request_ids,
-            tables.input_block_tables[0][:rows],
-            buffers.seq_lens[:rows],
-            buffers.query_start_loc[: rows + 1],
-            tables.slot_mappings[0],
+        tables, buffers = self.runner.block_tables, self.runner.input_buffers
+        if tables.slot_mappings is not self._mappings:
+            self._mappings, self._mapping = tables.slot_mappings, tables.slot_mappings[0]
+        self._last = _same_or_new(
+            self._last,
+            list(request_ids),
+            tables.input_block_tables[0],
+            buffers.seq_lens,
+            buffers.query_start_loc,
+            self._mapping,
         )
+        return self._last
 
     def _slot(self, request_id: str) -> int | None:
         slot: int | None = self.runner.req_states.req_id_to_index.get(request_id)

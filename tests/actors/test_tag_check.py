@@ -205,6 +205,30 @@ def test_a_row_without_an_expectation_is_not_proven() -> None:
     assert check.proof() is None
 
 
+def test_a_step_like_the_last_one_is_checked_again_with_what_changed_since() -> None:
+    """The same view, the same object: its rows are not looked up again, but growth, an end and a return are seen."""
+    check = TagCheck(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
+    view = step_view([[1, 0], [2, 0]], [3, 3], "a", "b")
+    check.step(IntegrityDelta(tags={1: 5, 2: 6}, claims={"a": (0, [5]), "b": (0, [6])}), view)
+
+    def named(delta: IntegrityDelta | None) -> tuple[list[str], int, int]:
+        check.step(delta, view)
+        proof = check.proof()
+        assert proof is not None
+        return [m.request_id for m in proof.mismatches], proof.rows, proof.pages
+
+    assert named(None) == ([], 2, 2)
+    view.table[0, 1] = 3
+    view.seq_lens[0] = 5
+    assert named(None) == (["a"], 2, 2)  # it has grown, and nothing was said of it
+    view.table[0] = torch.tensor([1, 3])
+    assert named(IntegrityDelta(tags={3: 7}, claims={"a": (1, [7])})) == ([], 2, 3)
+    assert named(IntegrityDelta(gone=["b"])) == (["b"], 1, 2)
+    view.table[1, 0] = 2
+    assert named(IntegrityDelta(tags={2: 8}, claims={"b": (0, [8])})) == ([], 2, 3)
+    assert named(IntegrityDelta(tags={2: 9})) == (["b"], 2, 3)
+
+
 def test_a_step_without_forward_still_hears_the_delta() -> None:
     check = TagCheck(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
     check.step(IntegrityDelta(tags={3: 9}, claims={"a": (0, [9])}), None)
@@ -216,21 +240,26 @@ def test_a_step_without_forward_still_hears_the_delta() -> None:
 
 def test_the_self_test_passes_and_sees_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
     self_test()
-    real = dispatch.check_tags
+    real = dispatch.prepare_check
 
-    def blind(*arguments: Any) -> None:
-        arguments[-1].fill_(-1)
+    def blind(*arguments: Any) -> Any:
+        return lambda rows: 0
 
-    def raging(*arguments: Any) -> None:
+    def raging(*arguments: Any) -> Any:
         arguments[-1].fill_(0)
+        return lambda rows: rows
 
-    def sees_and_does_not_mask(*arguments: Any) -> None:
-        kept = arguments[-2].clone()
-        real(*arguments)
-        arguments[-2].copy_(kept)
+    def sees_and_does_not_mask(*arguments: Any) -> Any:
+        def call(rows: int) -> int:
+            kept = arguments[-2].clone()
+            found = real(*arguments)(rows)
+            arguments[-2].copy_(kept)
+            return found
+
+        return call
 
     for broken, words in ((blind, "not caught"), (sees_and_does_not_mask, "not caught"), (raging, "was refused")):
-        monkeypatch.setattr("kernels.dispatch.check_tags", broken)
+        monkeypatch.setattr("kernels.dispatch.prepare_check", broken)
         with pytest.raises(IntegrityError, match=words):
             self_test()
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +32,9 @@ logger = logging.getLogger("pageferry.integrity")
 
 NO_TAG = -1  # no page has it: a position without an expectation can never pass
 NO_SLOT = -1
+
+
+_BUFFERS = ("table", "seq_lens", "query_start", "slot_mapping")
 
 
 class IntegrityError(RuntimeError):
@@ -102,6 +105,14 @@ class TagCheck:
         self._free_slots = list(range(max_rows - 1, -1, -1))
         self._written = [0] * max_rows  # positions of each row of `expected` that hold a tag
         self._proof: Proof | None = None
+        # Of the last step, and of the next one as long as neither its rows nor what they expect change.
+        self._view: StepView | None = None
+        self._rows: list[_Claim | None] = []
+        self._rows_changed = False
+        self._known, self._pages, self._passed = 0, -1, Proof(0, 0)
+        self._slots: torch.Tensor
+        self._answer: torch.Tensor  # int32 [2, rows]: first wrong position or -1, page found there
+        self._run: Callable[[int], int]
         self.checks = 0
         self.check_ns = 0
         self.rows_without_claim = 0
@@ -128,12 +139,16 @@ class TagCheck:
         return tags is None or [int(self.lives[page]) for page in block_ids] == list(tags)
 
     def _apply(self, delta: IntegrityDelta) -> None:
+        self._rows_changed |= bool(delta.gone)
         for request_id in delta.gone:
             claim = self._claims.pop(request_id, None)
             if claim is not None and claim.slot != NO_SLOT:
                 self._free_slots.append(claim.slot)
         for request_id, (first, tags) in delta.claims.items():
-            claim = self._claims.setdefault(request_id, _Claim())
+            if (claim := self._claims.get(request_id)) is None:
+                claim = self._claims[request_id] = _Claim()
+                self._rows_changed = True
+            self._pages = -1
             claim.tags[first:] = tags
             if claim.slot != NO_SLOT:
                 self._write_expected(claim, first)
@@ -187,32 +202,63 @@ class TagCheck:
     # -- the check
 
     def _check(self, view: StepView) -> Proof:
-        claims = [self._claims.get(request_id) for request_id in view.request_ids]
-        slots = [NO_SLOT if claim is None else self._slot_of(claim, view.request_ids) for claim in claims]
-        known = len(slots) - slots.count(NO_SLOT)
-        pages = sum(len(claim.tags) for claim in claims if claim is not None)
-        self.rows_without_claim += len(slots) - known
-        answer = torch.empty((2, len(slots)), dtype=torch.int32, device=self.device)
+        if view is not self._view or self._rows_changed:
+            self._bind(view)
+        if self._pages < 0:
+            self._pages = sum(len(claim.tags) for claim in self._rows if claim is not None)
+            self._passed = Proof(self._known, self._pages)
+        rows = len(view.request_ids)
+        self.rows_without_claim += rows - self._known
+        if not self.on_cpu:
+            return self._check_on_device(view, rows)
+        if not self._run(rows):
+            return self._passed
+        return Proof(self._known, self._pages, _mismatches(view.request_ids, self._answer[:, :rows]))
+
+    def _bind(self, view: StepView) -> None:
+        """Which row of `expected` each row of the step is compared with; kept until either changes."""
+        self._rows = [self._claims.get(request_id) for request_id in view.request_ids]
+        slots = [NO_SLOT if claim is None else self._slot_of(claim, view.request_ids) for claim in self._rows]
+        self._known, self._pages = len(slots) - slots.count(NO_SLOT), -1
+        before, self._view, self._rows_changed = self._view, view, False
+        if not self.on_cpu:
+            self._slots = self._on_device(slots)
+            return
+        if before is None or any(getattr(before, name) is not getattr(view, name) for name in _BUFFERS):
+            rows = min(len(view.table), len(view.seq_lens), len(view.query_start) - 1)
+            self._slots = torch.full((rows,), NO_SLOT, dtype=torch.int32)
+            self._answer = torch.full((2, rows), -1, dtype=torch.int32)
+            self._run = dispatch.prepare_check(
+                self.page_tags,
+                view.table[:rows],
+                view.seq_lens[:rows],
+                self.page_tokens,
+                self.expected,
+                self._slots,
+                view.query_start[: rows + 1],
+                view.slot_mapping,
+                self._answer,
+            )
+        self._slots[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
+
+    def _check_on_device(self, view: StepView, rows: int) -> Proof:
+        answer = torch.empty((2, rows), dtype=torch.int32, device=self.device)
         dispatch.check_tags(
             self.page_tags,
-            view.table,
-            view.seq_lens,
+            view.table[:rows],
+            view.seq_lens[:rows],
             self.page_tokens,
             self.expected,
-            self._rows(slots),
-            view.query_start,
+            self._slots,
+            view.query_start[: rows + 1],
             view.slot_mapping,
             answer,
         )
-        if self.on_cpu:
-            return Proof(known, pages, _mismatches(view.request_ids, answer))
-        landed = self._pinned(len(slots), torch.int32)
+        landed = self._pinned(rows, torch.int32)
         landed.copy_(answer, non_blocking=True)
-        return _DeviceProof(known, pages, tuple(view.request_ids), landed, self._recorded())
+        return _DeviceProof(self._known, self._pages, tuple(view.request_ids), landed, self._recorded())
 
-    def _rows(self, slots: list[int]) -> torch.Tensor:
-        if self.on_cpu:
-            return torch.tensor(slots, dtype=torch.int32)
+    def _on_device(self, slots: list[int]) -> torch.Tensor:
         host = self._pinned(len(slots), torch.int32)
         host[0].numpy()[:] = slots
         return host[0].to(self.device, non_blocking=True)
