@@ -22,6 +22,7 @@ from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of
 from actors.engine.engine_counters import EngineCounters
 from actors.engine.frontend_links import FrontendLinks
 from actors.engine.in_flight import EngineDied, InFlight, ReplicaError, Totals
+from actors.engine.refusals import refuse_unmovable
 from actors.engine.transfer_client import TransferClient
 from actors.engine.watch import EngineWatch, LifeFile, Progress
 from actors.link import Address
@@ -115,6 +116,7 @@ class EngineServer:
                 self.spec, self.role, self.replica_id, socket_path, self._life.path, self.incarnation
             )
             self.config = AsyncEngineArgs(**kwargs).create_engine_config()
+            refuse_unmovable(self.config, self.pool, str(self.role))
             executor = Executor.get_class(self.config)
             self.core = EngineCoreClient.make_async_mp_client(self.config, executor, log_stats=True)
         finally:

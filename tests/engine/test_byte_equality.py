@@ -89,7 +89,7 @@ class Bench:
         layout = self.decode.layout
         assert layout is not None
         num_bytes = len(block_ids) * layout.page_bytes
-        lease = await self.transfer.lease(ticket, 1, num_bytes, ["p#0"], 1.0)
+        lease = await self.transfer.lease(ticket, 1, num_bytes, ["p#0"], 30.0)
         assert isinstance(lease, Lease)
         order = SealParams(
             ticket_id=ticket, attempt=1, num_tokens=num_tokens, wire_layout=layout.to_dict(), lease=lease

@@ -156,6 +156,7 @@ class CheckTracker:
         self.guard: BlockPoolHooks
         self._next = IntegrityDelta()
         self._counters = dict.fromkeys(COUNTED, 0)
+        self._spent_ns = 0  # in what is called once a step
         self._proven_at = time.monotonic()
         self._waiting_since = 0.0  # of the oldest step after the last full proof; 0: none
         self._reports: list[dict[str, Any]] = []
@@ -203,6 +204,7 @@ class CheckTracker:
             pending[1].extend(tags)
 
     def delta(self, step: Any) -> IntegrityDelta:
+        began = time.perf_counter_ns()
         self.ledger.step += 1
         cached = step.scheduled_cached_reqs
         for request_id, new in zip(cached.req_ids, cached.new_block_ids):
@@ -215,6 +217,7 @@ class CheckTracker:
         self.guard.scrub()
         self.guard.relieve()
         delta, self._next = self._next, IntegrityDelta()
+        self._spent_ns += time.perf_counter_ns() - began
         return delta
 
     def tags(self, block_ids: Iterable[int]) -> list[int]:
@@ -226,16 +229,21 @@ class CheckTracker:
         """Counts the step as proven or not; returns the mismatches it names."""
         if not num_scheduled:
             return []
+        began = time.perf_counter_ns()
+        self._count(num_scheduled, proof)
+        self._spent_ns += time.perf_counter_ns() - began
+        return list(proof.mismatches) if isinstance(proof, Proof) else []
+
+    def _count(self, num_scheduled: Mapping[str, int], proof: object) -> None:
         if not isinstance(proof, Proof) or proof.rows < len(num_scheduled):
             self._counters["integrity_steps_unproven"] += 1
             if not isinstance(proof, Proof):
-                return []
+                return
         else:
             self._counters["integrity_checks"] += 1
             self._proven_at, self._waiting_since = time.monotonic(), 0.0
         self._counters["integrity_rows_checked"] += proof.rows
         self._counters["integrity_pages_checked"] += proof.pages
-        return list(proof.mismatches)
 
     def condemn(self, mismatch: Mismatch, first_written: int) -> list[str]:
         """Puts the pages in doubt that this verdict concerns; returns who must end with the request.
@@ -296,6 +304,7 @@ class CheckTracker:
             "laws_broken": found,
             "breaches": [_breach(b) for b in self.ledger.kept_breaches(forget)],
             "verdicts": verdicts,
+            "spent_ns": self._spent_ns,
             "proven_s_ago": time.monotonic() - self._proven_at,
             **self.ledger.summary(),
         }

@@ -1,6 +1,6 @@
-"""What integrity costs: `python -m ops.bench.integrity_cost.cli --minutes 4 --file /tmp/pairs.json`.
+"""What integrity costs: `python -m ops.bench.integrity_cost.cli --minutes 4 --file /tmp/bursts.json`.
 
-Every run adds pairs to the file (so that long measurements can be cut into short ones) and prints the table over all
+Every run adds bursts to the file (so that long measurements can be cut into short ones) and prints the table over all
 of them. `--check-alone` measures the batch check without an engine.
 """
 
@@ -17,38 +17,27 @@ from typing import Any
 from cluster.json_output import print_json
 from cluster.json_output import run as run_json
 from ops.bench import facts, stats
-from ops.bench.integrity_cost.paired import TOKENS, Bench, Pair, spec_for, table
+from ops.bench.integrity_cost.share import TOKENS, Bench, Burst, spec_for, table
 from ops.engine_pair import EnginePair
 
 DEMO_MODEL = ".models/smollm2-135m-instruct"
 
 
-async def measure(
-    model: str, scenarios: list[str], concurrencies: list[int], minutes: float, seed: int, keep: Any
-) -> dict[str, Any]:
-    """Pairs go to `keep` one by one. Returns what the check itself says of its cost."""
-    pairs: dict[bool, EnginePair] = {}
+async def measure(model: str, concurrencies: list[int], minutes: float, keep: Any) -> dict[str, Any]:
+    """Bursts go to `keep` one by one. Returns how many steps went unproven meanwhile."""
+    pair = await EnginePair.start(spec_for(model))
     try:
-        for on in (True, False):
-            pairs[on] = await EnginePair.start(spec_for(model, on))
-        bench = Bench(pairs, seed)
+        bench = Bench(pair)
         for concurrency in concurrencies:  # every shape once before anything counts
-            await bench.measure(scenarios[0], concurrency)
+            await bench.burst(concurrency)
         until = time.monotonic() + 60 * minutes
         while time.monotonic() < until:
-            for scenario in scenarios:
-                for concurrency in concurrencies:
-                    keep(await bench.measure(scenario, concurrency))
-        audit = await pairs[True].decode.audit()
-        workers, scheduler = audit["workers"], audit["scheduler"]["counters"]
-        return {
-            "check_us": round(workers[0]["check_ns"] / max(1, workers[0]["checks"]) / 1e3, 1),
-            "checks": workers[0]["checks"],
-            "steps_unproven": scheduler.get("integrity_steps_unproven", 0),
-        }
+            for concurrency in concurrencies:
+                keep(await bench.burst(concurrency))
+        counters = (await pair.decode.audit())["scheduler"]["counters"]
+        return {"steps_unproven": counters.get("integrity_steps_unproven", 0)}
     finally:
-        for pair in pairs.values():
-            await pair.close()
+        await pair.close()
 
 
 def no_op_alone(batch: int = 16) -> dict[str, Any]:
@@ -88,15 +77,14 @@ def no_op_alone(batch: int = 16) -> dict[str, Any]:
 
 def text(rows: list[dict[str, Any]]) -> str:
     def cell(value: dict[str, float]) -> str:
-        return f"{value['change_percent']:+.2f} % [{value['low']:+.2f}, {value['high']:+.2f}]"
+        return f"{value['us_a_step']} us | {value['percent']:.3f} % [{value['low']:.3f}, {value['high']:.3f}]"
 
     lines = [
-        "| scenario | concurrency | pairs | tok/s off | throughput | p95 between tokens | p95 request |",
+        "| concurrency | bursts | step ms | check | of the step | tracker | of the step |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['scenario']} | {r['concurrency']} | {r['pairs']} | {r['tokens_per_s_off']} | {cell(r['tokens_per_s'])} "
-        f"| {cell(r['gap_p95_s'])} | {cell(r['latency_p95_s'])} |"
+        f"| {r['concurrency']} | {r['bursts']} | {r['step_ms']} | {cell(r['check'])} | {cell(r['tracker'])} |"
         for r in rows
     ]
     return "\n".join(lines)
@@ -107,10 +95,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--minutes", type=float, default=4.0, help="measuring time of this run; 0: only print the table"
     )
-    parser.add_argument("--file", type=Path, default=Path("integrity-pairs.json"), help="pairs are added to it")
-    parser.add_argument("--scenario", choices=("decode", "hand-over", "both"), default="decode")
+    parser.add_argument("--file", type=Path, default=Path("integrity-bursts.json"), help="bursts are added to it")
     parser.add_argument("--concurrency", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=DEMO_MODEL)
     parser.add_argument("--check-alone", action="store_true")
     parser.add_argument("--no-op-alone", action="store_true", help="what the no-op path adds to a step, no engine")
@@ -127,21 +113,20 @@ def main(argv: list[str]) -> int:
     concurrencies = [int(c) for c in args.concurrency.split(",")]
     if unknown := [c for c in concurrencies if c not in TOKENS]:
         parser.error(f"--concurrency {unknown[0]}; measured are {', '.join(map(str, TOKENS))}")
-    scenarios = ["decode", "hand-over"] if args.scenario == "both" else [args.scenario]
-    book: dict[str, Any] = json.loads(args.file.read_text()) if args.file.exists() else {"pairs": [], "runs": []}
-    pairs = [Pair.from_dict(tree) for tree in book["pairs"]]
+    book: dict[str, Any] = json.loads(args.file.read_text()) if args.file.exists() else {"bursts": [], "runs": []}
+    bursts = [Burst(**tree) for tree in book["bursts"]]
 
-    def keep(pair: Pair) -> None:
-        pairs.append(pair)
-        book["pairs"].append(pair.to_dict())
+    def keep(burst: Burst) -> None:
+        bursts.append(burst)
+        book["bursts"].append(burst.to_dict())
 
     if args.minutes > 0:
         run = facts.gather(argv)
         run["command"] = " ".join(["python", "-m", "ops.bench.integrity_cost.cli", *argv])
-        run |= asyncio.run(measure(args.model, scenarios, concurrencies, args.minutes, args.seed + len(pairs), keep))
+        run |= asyncio.run(measure(args.model, concurrencies, args.minutes, keep))
         book["runs"].append(run)
         args.file.write_text(json.dumps(book) + "\n")
-    rows = table(pairs)
+    rows = table(bursts)
     if args.json:
         print_json({"rows": rows, "runs": book["runs"]})
     else:

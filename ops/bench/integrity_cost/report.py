@@ -14,7 +14,7 @@ from typing import Any
 
 from ops.bench import facts
 from ops.bench.integrity_cost.cli import text as cost_table
-from ops.bench.integrity_cost.paired import Pair, table
+from ops.bench.integrity_cost.share import Burst, table
 
 
 def read(path: Path | None) -> Any:
@@ -68,15 +68,13 @@ def soak(tally: Any) -> list[str]:
 
 
 def cost(book: Any) -> list[str]:
-    check = book["runs"][-1]
     return [
-        "## Cost: everything on against off",
+        "## Cost of a step",
         "",
-        cost_table(table([Pair.from_dict(tree) for tree in book["pairs"]])),
+        cost_table(table([Burst(**tree) for tree in book["bursts"]])),
         "",
-        "Change of on against off, 95 % intervals from a bootstrap over pairs; a pair is two bursts a few seconds "
-        f"apart in one engine, in random order. The check itself, timed inside the engine: {check['check_us']} us a "
-        "step.",
+        "Both parts timed inside one engine and divided by the time of the steps of the same burst; 95 % intervals by "
+        "Student's t over bursts.",
         "",
         *runs(book),
     ]
