@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import page_oracle as oracle
 import pytest
@@ -111,3 +116,21 @@ def test_a_sealed_page_is_what_the_cpu_cache_writer_would_have_written(isa: str)
         by_layer = out.view(blocks, 4, -1)
         for layer in range(4):
             assert torch.equal(by_layer[:, layer], fp8[layer].view(blocks, -1)), (backend, layer)
+
+
+_NARROW = """
+import test_e4m3 as cases
+from kernels import cpu_kernels
+assert "zmm" not in next(iter(cpu_kernels.seal_straight.inspect_asm().values()))
+for rounding in cases.Rounding:
+    for scale in (1.0, 4.0, 0.05, 230.0, 2.0**-12):
+        cases.test_all_bf16_values(backend="numba", rounding=rounding, scale=scale)
+"""
+
+
+@pytest.mark.soak  # compiles everything anew
+def test_a_cpu_with_narrower_vectors_gives_the_same_bytes(tmp_path: Path) -> None:
+    narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+avx,+sse4.2,+bmi2,+fma"}
+    paths = os.pathsep.join((str(Path(__file__).parent), *sys.path))
+    environment = os.environ | narrow | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", _NARROW], env=environment, check=True, timeout=600)

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from ops.bench import stats
+from ops.bench.integrity_cost.cli import text as cost_table
+from ops.bench.integrity_cost.share import Burst, table
 from ops.chaos.processes import report
 
 RESULTS = Path(__file__).parents[2] / "ops" / "results"
@@ -63,6 +65,11 @@ def test_the_table_of_a_campaign_is_that_of_its_runs(name: str) -> None:
     for row in rows:
         if "stall_s" in row.get("more", {}):
             assert f"| {row['more']['stall_s']:.3f} s |" in page
+
+
+def test_the_cost_of_the_tag_check_is_that_of_the_bursts() -> None:
+    bursts = [Burst(**burst) for burst in raw("integrity-cost.json")["bursts"]]
+    assert cost_table(table(bursts)) in (RESULTS / "integrity.md").read_text()
 
 
 @pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.name)
