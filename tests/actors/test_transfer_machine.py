@@ -174,6 +174,13 @@ def test_half_an_opening_goes_with_its_bytes() -> None:
         node.step(ev.Released(((ticket_id, 1),)))
         node.step(ev.FromEngine("d#1", opened(ticket_id, 1, 2)))
     assert not list(node.machine.opening) and node.machine.staging.bytes_held == 0
+    lease = node.lease(2000)
+    node.seal(2000)
+    node.read(hand_over(lease), "d#0", "d#1")
+    node.step(ev.FromEngine("d#0", opened(2000, 0, 2)))
+    node.step(ev.EngineGone("d#1", 3))  # its report never comes
+    node.step(ev.Released(((2000, 1),)))
+    assert not list(node.machine.opening) and node.machine.staging.bytes_held == 0
 
 
 def test_an_ended_or_older_hand_over_is_not_read() -> None:
