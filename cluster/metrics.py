@@ -27,7 +27,7 @@ GAP_BOUNDS = (*(str(bound) for bound in GAP_SECONDS), "+Inf")
 
 POOLS = ("prefill", "decode")
 OUTCOMES = ("done", "cancelled", "failed")
-REQUEST_OUTCOMES = (*OUTCOMES, "refused")  # refused: 429, for want of room or by a tenant's limit
+REQUEST_OUTCOMES = (*OUTCOMES, "refused")  # refused: a 4xx, as for want of room or by a limit
 VERDICTS = ("ok", "mismatch", "missing", "stale", "wrong_layout")
 LIVE_STATES = ("admitted", "prefilling", "sealed", "moving", "verified", "recomputing", "decoding")
 ENGINE_LOSSES = ("died", "hung", "silent")

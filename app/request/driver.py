@@ -32,6 +32,7 @@ from app.request.group import SequenceGroup
 from app.request.record import RequestRecord
 from app.rpc.ports import ControllerGone, ControllerPort, DecodePort, PrefillPort, ReplicaGone
 
+GRAMMAR_ENDS = "structured_outputs or response_format: after {} tokens what they describe allows no token and no end"
 logger = logging.getLogger("pageferry.frontend")
 
 CONTROL_S = 10.0  # a call that only passes something on (submit, abort) takes milliseconds; this is the time-out
@@ -137,6 +138,12 @@ class RequestDriver:
         if output.finish_reason is FinishReason.ERROR and output.stop_reason == PAGE_INTEGRITY:
             # It carries no token. vLLM would tell the client "Internal server error".
             self._page_mismatch()
+            return None
+        if output.finish_reason is FinishReason.ERROR and eligibility.is_constrained(self.request):
+            # vLLM's scheduler ends a request so whose grammar takes no token; its frontend would answer 500.
+            self._unregister()
+            self._engine_finished = True
+            self.tell(state.Broken(GRAMMAR_ENDS.format(len(self.tokens)), 400))
             return None
         first = not self.tokens
         if self._silent and output.new_token_ids:

@@ -46,6 +46,11 @@ def _encodes(value: Any) -> bool:
         return False
 
 
+def is_constrained(request: EngineCoreRequest) -> bool:
+    """Whether a grammar, a schema or the like bounds what may be sampled."""
+    return request.sampling_params is not None and request.sampling_params.structured_outputs is not None
+
+
 def disaggregates(request: EngineCoreRequest) -> bool:
     """Whether prefill may compute this prompt and decode go on from its pages.
 

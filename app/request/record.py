@@ -98,7 +98,7 @@ class RequestRecord:
             self._metrics.count("pageferry_busy_total")
         if fault is not None and fault.kind == PAGE_INTEGRITY_ERROR:
             self._metrics.count("pageferry_page_integrity_errors_total")
-        name = "refused" if fault is not None and fault.status == 429 else str(outcome)
+        name = "refused" if fault is not None and fault.status < 500 else str(outcome)
         self._metrics.count("pageferry_requests_total", outcome=name)
         self._metrics.count("pageferry_output_tokens_total", num_output_tokens)
         self._metrics.of_tenant(self.tenant, name, self.num_prompt_tokens, num_output_tokens)

@@ -129,7 +129,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Something that no road foresees; the request fails, its ticket is released like any other."""
+    """Something that ends the request with an error; its ticket is released like any other."""
 
     message: str
     status: int = 500
@@ -278,7 +278,8 @@ def _on_finished(state: RequestState, event: Finished) -> Step:
 
 
 def _on_broken(state: RequestState, event: Broken) -> Step:
-    return _end(state, Outcome.FAILED, RequestError(event.status, event.message))
+    outcome = Outcome.CANCELLED if event.status < 500 else Outcome.FAILED  # a client's mistake is no failure of ours
+    return _end(state, outcome, RequestError(event.status, event.message))
 
 
 def _on_admitted(state: RequestState, event: Admitted) -> Step:

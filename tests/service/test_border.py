@@ -65,6 +65,20 @@ def test_anything_a_client_sends_ends_well(service: Service, quiet: Any) -> None
     assert all(size < GROWTH_BYTES for size in grown.values()), grown
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"structured_outputs": {"grammar": "root ::= root"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+    ],
+)
+def test_a_grammar_that_allows_no_token_is_400(service: Service, form: dict[str, Any], quiet: Any) -> None:
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, **form}
+    reply = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=120)
+    assert reply.status_code == 400 and "allows no token" in reply.json()["error"]["message"], reply.text
+    quiet()
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/v1/responses/resp_1"])
 def test_answers_say_nothing_of_the_inside(service: Service, path: str) -> None:
     text = httpx2.get(service.url + path, timeout=30).text
