@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from actors.engine.engine_counters import EngineCounters
 from actors.engine.in_flight import InFlight, Totals
 from actors.engine.server import CONDEMNED_REMEMBERED
 from actors.messages import PAGE_INTEGRITY, HeartbeatReply, Join, PageDelta, ReplicaHeartbeat, Ticket
+from actors.spans import Tracer
 from ops.engine_pair import LocalHandle
 
 COUNTS = ("blocks_total", "blocks_free", "blocks_held", "blocks_quarantined", "running", "waiting")
@@ -54,6 +56,7 @@ def host(controller: Controller) -> DecodeServer:
     made._live, made._events, made._condemned, made._streams = {}, [], {}, {}
     made._pages, made._pages_whole, made._tell_all_pages = (), False, False
     made._totals, made._engine = Totals(), EngineCounters()
+    made._tracer, made._woken = Tracer(), asyncio.Event()
     made.controller = LocalHandle(controller)
     made._get_controller = lambda: LocalHandle(controller)
     made.announcement = lambda: None  # type: ignore[method-assign, assignment, return-value]

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster, cancel, request, settled, tokens_of, until
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 
 from actors.messages import CommandKind, FrontendCommand, Outcome, Overloaded, Role, Verdict
@@ -44,22 +43,6 @@ async def test_tokens_arrive_once_and_in_order() -> None:
     assert await tokens_of(client, "r", 3) == [6, 7, 8]
     await settled(client, far, {"r"})
     assert far.ends == [(1, Outcome.DONE, 4)]
-
-
-async def test_a_grammar_that_allows_no_token_is_the_clients_fault() -> None:
-    """`root ::= root` passes every parser; decode ends it at its first token, which vLLM's frontend would call a 500."""
-    far = FakeCluster()
-    client = far.client()
-    faults: list[RequestError] = []
-    client.on_fault = lambda request_id, fault: faults.append(fault)
-    await client.add_request_async(request(structured_outputs=StructuredOutputsParams(grammar="root ::= root")))
-    d1 = far.decodes["d1"]
-    await until(lambda: "r" in d1.submitted)
-    d1.emit("r", finish=FinishReason.ERROR)
-    await until(lambda: not client.runs)
-    assert [fault.status for fault in faults] == [400] and "after 0 tokens" in faults[0].message
-    await settled(client, far, {"r"})
-    assert far.ends == [(1, Outcome.CANCELLED, 0)]
 
 
 async def test_prefill_gets_a_plain_request_and_decode_the_clients_own() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import msgspec
 import pytest
 from fake_cluster import Decode, FakeCluster, cancel, request, settled, tokens_of, until
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 
 from actors.messages import CommandKind, FrontendCommand, Outcome, Role, Verdict
@@ -284,3 +285,19 @@ async def test_a_token_that_comes_after_the_order_to_move_is_dropped() -> None:
         got += [token for output in client._outputs.get_nowait().outputs for token in output.new_token_ids]
     client.shutdown()
     assert got == [60, 61]
+
+
+async def test_a_grammar_that_allows_no_token_is_the_clients_fault() -> None:
+    """`root ::= root` passes every parser; decode ends it at its first token, for vLLM's frontend a 500."""
+    far = FakeCluster()
+    client = far.client()
+    faults: list[RequestError] = []
+    client.on_fault = lambda request_id, fault: faults.append(fault)
+    await client.add_request_async(request(structured_outputs=StructuredOutputsParams(grammar="root ::= root")))
+    d1 = far.decodes["d1"]
+    await until(lambda: "r" in d1.submitted)
+    d1.emit("r", finish=FinishReason.ERROR)
+    await until(lambda: not client.runs)
+    assert [fault.status for fault in faults] == [400] and "after 0 tokens" in faults[0].message
+    await settled(client, far, {"r"})
+    assert far.ends == [(1, Outcome.CANCELLED, 0)]
