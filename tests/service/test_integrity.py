@@ -332,7 +332,7 @@ def test_it_ends_with_everything_it_started(running: Running) -> None:
     assert running.process.stdout is not None
     rest = running.process.stdout.read()
     assert running.process.wait(60) == 0, rest
-    assert rest == "pageferry: SIGINT: ending what was started\n"
+    assert rest.strip() == "pageferry: SIGINT: ending what was started"
     assert time.monotonic() - began < 15
     until = time.monotonic() + 5
     while running.mark in marks() and time.monotonic() < until:

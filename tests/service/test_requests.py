@@ -83,7 +83,7 @@ def test_internal_fields_from_outside_are_400(client: Client) -> None:
 
 
 def test_no_room_is_429_with_retry_after(client: Client) -> None:
-    """Prompts of 60 pages: both decode replicas have room for ten and the queue for four. The rest is refused."""
+    """Prompts of 60 pages, 22 MB each: staging has room for two at one time and the queue for four. The rest is refused."""
     prompt = STORY * 120
     client.complete(prompt, max_tokens=1)  # computed once; what is asked for is room, not work
 
@@ -98,7 +98,7 @@ def test_no_room_is_429_with_retry_after(client: Client) -> None:
     with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(ask, range(32)))
     assert set(answers) == {200, 429}
-    assert answers.count(200) >= 10
+    assert answers.count(200) >= 6
     assert client.complete("Hello", max_tokens=1).usage.completion_tokens == 1
 
 
