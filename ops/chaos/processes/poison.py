@@ -1,4 +1,8 @@
-"""A request that ends every engine it is in: it takes two down, the third it gets to itself, and then it fails."""
+"""A request that ends every engine it is in: after two it gets one to itself, and fails when that one ends too.
+
+While no replica is free for it within a quarter of `queue_wait_s` it runs beside others and may end those engines as
+well; the others go on elsewhere each time.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from ops.chaos.processes.forms import Form, Recovery
 POISON = Form("the request that ends engines", Recovery.ERROR, 900)
 INNOCENT = Form("greedy, beside it", Recovery.ALWAYS, 300)
 NUM_INNOCENT = 4
-DEATHS = 3
+DEATHS_LEAST, DEATHS_MOST = 3, 5
 LONGEST_S = 300.0
 
 
@@ -49,9 +53,9 @@ async def poison(campaign: Campaign, seed: int) -> Result:
     answer = await bad
     findings.requests += 1
     findings.clear_errors += 1
-    if answer.ended != "error" or f"{DEATHS} engines ended" not in answer.error:
+    if answer.ended != "error" or f"{len(victims)} engines ended" not in answer.error:
         findings.problems.append(f"the poison request: {answer.ended} {answer.status} {answer.error}")
-    if len(victims) != DEATHS or victims[-1][1]:
+    if not DEATHS_LEAST <= len(victims) <= DEATHS_MOST or victims[-1][1]:
         findings.problems.append(f"engines that it ended, and how many requests were beside it: {victims}")
     return Result("poison", seed, {}, ", ".join(name for name, _ in victims), seconds, rest_s, findings, leaked)
 
