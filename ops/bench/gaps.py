@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import h11
+
 from actors.engine.config import QUEUE_BUSY_LOOP
 from cluster.spec import ClusterSpec
 from ops.bench import facts
@@ -28,6 +30,7 @@ from ops.bench.load import body_of
 from ops.bench.systems import Running, ours
 
 IDLE_S = 10.0
+EOM = h11.EndOfMessage()
 
 
 @dataclass(slots=True)
@@ -42,27 +45,38 @@ async def stream(port: int, body: dict[str, Any]) -> Stream:
     """One `/v1/completions` stream over a plain socket, to its end. Raises on an answer that is not 200."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    http = h11.Connection(h11.CLIENT)
+    headers = [("Host", "x"), ("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
+    request = h11.Request(method="POST", target="/v1/completions", headers=headers)
     began = time.perf_counter()
-    writer.write(head.encode() + b"\r\n\r\n" + data)
+    writer.write((http.send(request) or b"") + (http.send(h11.Data(data=data)) or b"") + (http.send(EOM) or b""))
     seen, rest = Stream(), b""
     try:
-        while True:
-            read = await reader.read(1 << 16)
+        while http.their_state is not h11.DONE:
+            http.receive_data(await reader.read(1 << 16))
             now = time.perf_counter() - began
-            *lines, rest = (rest + read).split(b"\n")
-            if not read or (lines and lines[0].startswith(b"HTTP/1.1") and b" 200 " not in lines[0]):
-                raise RuntimeError(f"no stream or no end of it: {(lines or [rest])[0]!r}")
+            *lines, rest = (rest + _body(http)).split(b"\n")
             events = [json.loads(line[5:]) for line in lines if line.startswith(b"data: {")]
             tokens = sum(len(c.get("token_ids") or ()) for event in events for c in event.get("choices", ()))
             seen.tokens_s += [now] * tokens
             if tokens:
                 seen.events_a_read.append(sum(1 for event in events if event.get("choices")))
-            if any(line.startswith(b"data: [DONE]") for line in lines):
-                break
     finally:
         writer.close()
     return seen
+
+
+def _body(http: h11.Connection) -> bytes:
+    """What of the body one read has brought, without the chunks' frames, which may stand in the middle of a line."""
+    body = b""
+    while (event := http.next_event()) is not h11.NEED_DATA and event is not h11.PAUSED:
+        if isinstance(event, h11.Response) and event.status_code != 200:
+            raise RuntimeError(f"the answer is {event.status_code}")
+        if isinstance(event, h11.Data):
+            body += bytes(event.data)
+        if isinstance(event, h11.EndOfMessage):
+            break
+    return body
 
 
 def summary(streams: list[Stream]) -> dict[str, float]:
