@@ -52,7 +52,7 @@ async def stream(port: int, body: dict[str, Any]) -> Stream:
     writer.write((http.send(request) or b"") + (http.send(h11.Data(data=data)) or b"") + (http.send(EOM) or b""))
     seen, rest = Stream(), b""
     try:
-        while http.their_state is not h11.DONE:
+        while http.their_state in (h11.SEND_RESPONSE, h11.SEND_BODY):
             http.receive_data(await reader.read(1 << 16))
             now = time.perf_counter() - began
             *lines, rest = (rest + _body(http)).split(b"\n")

@@ -30,8 +30,9 @@ async def answer(*writes: bytes) -> tuple[int, asyncio.Server]:
     return server.sockets[0].getsockname()[1], server
 
 
-async def test_a_line_may_be_cut_by_a_chunks_frame() -> None:
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+async def test_a_line_may_be_cut_by_a_chunks_frame(more: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n" + more + b"\r\n"
     first, second = event(1), event(2, 3)
     port, server = await answer(
         head + frame(first[:9]) + frame(first[9:]), frame(second[:20]), frame(second[20:]) + frame(b"")
