@@ -36,6 +36,13 @@ QUEUE_BUSY_LOOP = "PAGEFERRY_QUEUE_BUSY_LOOP_S"
 QUEUE_BUSY_LOOP_S = "0.003"
 CPU_EXECUTOR = "actors.engine.vllm_patches.MultiprocExecutor"
 
+A_PERSON_MAY_SET = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_MAX_N_SEQUENCES": "128",  # OpenAI's own bound; of vLLM's 16,384 one request holds all others up
+}
+
 PREFILL_SEED = 0x50F
 
 
@@ -46,8 +53,7 @@ def pool_of(spec: ClusterSpec, role: Role) -> PoolSpec:
 def set_environment(spec: ClusterSpec, role: Role) -> None:
     """Environment of the engine processes; must run before vLLM is imported in this process."""
     pool = pool_of(spec, role)
-    # A person's own choice of these three stands.
-    for name, value in (("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")):
+    for name, value in A_PERSON_MAY_SET.items():
         os.environ.setdefault(name, value)
     defaults: dict[str, str] = {}
     if pool.gpus_per_replica == 0:

@@ -58,6 +58,8 @@ def main(argv: list[str]) -> int:
             _watch(args)
         else:
             Console().print(table(fetch(args.url, "/status", args.api_key)))
+    except BrokenPipeError:
+        raise  # whoever reads our output has left
     except OSError as error:
         print(f"pageferry status: {args.url} does not answer: {error}", file=sys.stderr)
         return 1

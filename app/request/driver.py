@@ -32,7 +32,10 @@ from app.request.group import SequenceGroup
 from app.request.record import RequestRecord
 from app.rpc.ports import ControllerGone, ControllerPort, DecodePort, PrefillPort, ReplicaGone
 
-GRAMMAR_ENDS = "structured_outputs or response_format: after {} tokens what they describe allows no token and no end"
+GRAMMAR_ENDS = (
+    "structured_outputs or response_format: the engine cannot compile what they describe, or it allows no token "
+    "after {} tokens; write it with fewer features, or without a rule that never ends"
+)
 logger = logging.getLogger("pageferry.frontend")
 
 CONTROL_S = 10.0  # a call that only passes something on (submit, abort) takes milliseconds; this is the time-out

@@ -79,6 +79,13 @@ def test_a_grammar_that_allows_no_token_is_400(service: Service, form: dict[str,
     quiet()
 
 
+def test_more_sequences_than_openai_allows_are_400(service: Service) -> None:
+    """Else one request of thousands holds all others up."""
+    body = {"model": "smollm2", "prompt": "Hi", "max_tokens": 1, "temperature": 1, "n": 129}
+    reply = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=120)
+    assert reply.status_code == 400 and "n must be at most 128" in reply.json()["error"]["message"], reply.text
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/v1/responses/resp_1"])
 def test_answers_say_nothing_of_the_inside(service: Service, path: str) -> None:
     text = httpx2.get(service.url + path, timeout=30).text
