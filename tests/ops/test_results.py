@@ -57,7 +57,7 @@ def test_the_overhead_is_that_of_the_turns() -> None:
         assert f"{row}[{low:.1f}, {high:.1f}] |" in page
 
 
-@pytest.mark.parametrize("name", ["survival", "storm"])
+@pytest.mark.parametrize("name", ["survival", "storm", "poison"])
 def test_the_table_of_a_campaign_is_that_of_its_runs(name: str) -> None:
     page = (RESULTS / f"{name}.md").read_text()
     rows = report.read(RESULTS / f"{name}.jsonl")
