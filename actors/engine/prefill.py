@@ -31,7 +31,8 @@ class PrefillServer(EngineServer):
         except BaseException:  # it may still be granted, to nobody
             self._background(self._transfer.drop_writer(*key, self.engines))
             raise
-        if lease is None:
+        if lease is None:  # what was asked again may have been granted the first time, with an answer that got lost
+            self._background(self._transfer.drop_writer(*key, self.engines))
             raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
         self._tracer.span("prefill.lease", ticket.trace, time.monotonic() - began, bytes=num_bytes)
         order = SealParams(

@@ -152,7 +152,7 @@ class DecodeSim(DecodeEngine):
                 )
             self._enter(job, answer)
 
-        self.node.begin_read(self, hand_over, self.engine, wait_ns, may_read)
+        self.node.begin_read(self, hand_over, self.engine, wait_ns, may_read, lambda: not (settled[0] or job.gone))
         self.later(wait_ns + SECOND, may_read, TimeoutError("the transfer actor is silent"))
 
     def _check_proof(self, ticket: Ticket, hand_over: HandOver) -> None:

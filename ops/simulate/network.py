@@ -98,12 +98,13 @@ class Call:
     def _fail(self, reason: str) -> None:
         self._finish(self._failed, reason)
 
-    def _arrive(self) -> None:
+    def _arrive(self, life: int | None = None) -> None:
+        """`life`: that of the target which had it while it hung; a process that is started again has none of it."""
         target = self._target
-        if not target.alive:
+        if not target.alive or life not in (None, target.life):
             self._fail(f"{target.name} is dead")
         elif target.hung:
-            self._net.world.at(target.hung_until_ns - self._net.world.now_ns, self._arrive)
+            self._net.world.at(target.hung_until_ns - self._net.world.now_ns, self._arrive, target.life)
         elif not self._void and not (self._once and self._arrived):
             self._arrived = True
             if not self._answered:

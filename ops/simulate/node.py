@@ -6,6 +6,7 @@ compares them with the seal, so bytes of another ticket show as a mismatch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ RECONNECT_NS = SECOND // 2
 COPY_NS_PER_BYTE = 0.1
 CALL_AGAIN_NS = SECOND // 4
 CALL_TRIES = 100
+Wanted = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,23 +146,27 @@ class NodeSim(Process):
 
     # -- calls of replicas on this node
 
-    def lease(self, source: Process, key: Key, num_bytes: int, engine: str, wait_ns: int, done: Done) -> None:
+    def lease(
+        self, source: Process, key: Key, num_bytes: int, engine: str, wait_ns: int, done: Done, wanted: Wanted
+    ) -> None:
         """`done` gets a `Lease`, None when there was no room, or an exception."""
 
         def handler(answer: Done) -> Cancel | None:
             self.step(ev.LeaseAsked(self._call(answer), key, num_bytes, (engine,), wait_ns))
             return None
 
-        self._repeated(source, "lease", handler, done)
+        self._repeated(source, "lease", handler, done, wanted)
 
-    def begin_read(self, source: Process, hand_over: HandOver, engine: str, wait_ns: int, done: Done) -> None:
+    def begin_read(
+        self, source: Process, hand_over: HandOver, engine: str, wait_ns: int, done: Done, wanted: Wanted
+    ) -> None:
         """`done` gets a `Lease` of this node or a `Verdict`."""
 
         def handler(answer: Done) -> Cancel | None:
             self.step(ev.ReadAsked(self._call(answer), hand_over, (engine,), wait_ns))
             return None
 
-        self._repeated(source, "begin_read", handler, done)
+        self._repeated(source, "begin_read", handler, done, wanted)
 
     def tell(self, source: Process, kind: str, event: ev.Event) -> None:
         """A call without an answer."""
@@ -170,14 +176,23 @@ class NodeSim(Process):
             answer(None)
             return None
 
-        self._repeated(source, kind, handler, lambda _: None)
+        self._repeated(source, kind, handler, lambda _: None, lambda: True)
 
-    def _repeated(self, source: Process, kind: str, handler: Handler, done: Done, tries: int = CALL_TRIES) -> None:
-        """As Ray does with this actor's calls: one that is lost, or its answer, is made again, in its next life too."""
+    def _repeated(
+        self, source: Process, kind: str, handler: Handler, done: Done, wanted: Wanted, tries: int = CALL_TRIES
+    ) -> None:
+        """As a replica does: what is lost, or its answer, is asked again, in this actor's next life too.
+
+        Not once the answer is `wanted` no more: the shipped `TransferClient` ends with who waits for it.
+        """
 
         def again(_: str) -> None:
-            if tries:
-                source.later(CALL_AGAIN_NS, self._repeated, source, kind, handler, done, tries - 1)
+            if tries and wanted():
+                source.later(CALL_AGAIN_NS, once_more)
+
+        def once_more() -> None:
+            if wanted():
+                self._repeated(source, kind, handler, done, wanted, tries - 1)
 
         self.net.call(source, self, kind, handler, done, again)
 

@@ -93,11 +93,10 @@ class PrefillSim(ReplicaSim):
                 self.queue.append(job)
                 self._work()
                 return
-            if lease is not None:
-                self.node.tell(self, "drop_writer", ev.WriterDropped(job.key, (self.engine,)))
+            self.node.tell(self, "drop_writer", ev.WriterDropped(job.key, (self.engine,)))
             self._end(job, PrefillRefused(f"no staging room for {num_bytes} bytes: {lease}"))
 
-        self.node.lease(self, job.key, num_bytes, self.engine, wait_ns, leased)
+        self.node.lease(self, job.key, num_bytes, self.engine, wait_ns, leased, lambda: not (settled[0] or job.aborted))
         self.later(wait_ns + SECOND, leased, TimeoutError("the transfer actor is silent"))
         return lambda: self._abort(job)
 

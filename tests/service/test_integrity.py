@@ -336,7 +336,7 @@ def test_it_ends_with_everything_it_started(running: Running) -> None:
     rest = running.process.stdout.read()
     assert running.process.wait(60) == 0, rest
     assert rest.strip() == "pageferry: SIGINT: ending what was started"
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 40  # 10 to 14 s where nothing else runs
     until = time.monotonic() + 5
     while running.mark in marks() and time.monotonic() < until:
         time.sleep(0.1)

@@ -197,7 +197,7 @@ BUGS = (
         "if key in self.ended or self.engines.any_gone(event.engines):",
         "if self.engines.any_gone(event.engines):",
         "hang_transfer, cancel",
-        1,
+        66,
     ),
     Bug(
         "a ticket that has ended keeps waiting for bytes",
