@@ -26,13 +26,13 @@ class PrefillServer(EngineServer):
         num_bytes = len(self.engines) * -(-num_tokens // wire.page_tokens) * wire.page_bytes
         wait_s, keep_s = ticket.deadline_s / 2 or 5.0, max(self.spec.transfer.lease_s, ticket.deadline_s)
         key = (ticket.ticket_id, ticket.attempt)
+        lease = None
         try:
             lease = await self._transfer.lease(*key, num_bytes, self.engines, wait_s, keep_s, ticket.trace)
-        except BaseException:  # it may still be granted, to nobody
-            self._background(self._transfer.drop_writer(*key, self.engines))
-            raise
-        if lease is None:  # what was asked again may have been granted the first time, with an answer that got lost
-            self._background(self._transfer.drop_writer(*key, self.engines))
+        finally:
+            if lease is None:  # it may still be granted, or was at first, with an answer that got lost
+                self._background(self._transfer.drop_writer(*key, self.engines))
+        if lease is None:
             raise PrefillRefused(f"no staging room for {num_bytes} bytes on node {self.node_id}")
         self._tracer.span("prefill.lease", ticket.trace, time.monotonic() - began, bytes=num_bytes)
         order = SealParams(

@@ -18,6 +18,11 @@ from app.request.state import RequestError
 STOP = FinishReason.STOP
 
 
+def order(kind: CommandKind, reason: str) -> FrontendCommand:
+    """Of the controller, about the decode replica of the first ticket's first attempt."""
+    return FrontendCommand(kind=kind, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason=reason)
+
+
 async def test_a_lost_prefill_is_prefilled_elsewhere() -> None:
     far = FakeCluster()
     far.prefill_fails["p1"] = RuntimeError("no staging room")
@@ -140,11 +145,7 @@ async def test_late_tokens_of_a_replica_that_was_given_up_are_dropped() -> None:
     await client.add_request_async(request())
     d1, d2 = far.decodes["d1"], far.decodes["d2"]
     await until(lambda: "r" in d1.submitted)
-    client.obey(
-        FrontendCommand(
-            kind=CommandKind.LOST, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="silent"
-        )
-    )
+    client.obey(order(CommandKind.LOST, "silent"))
     await until(lambda: "r~2" in d2.submitted)
     d1.emit("r", 666)  # it lives after all
     d2.emit("r~2", 50, finish=STOP)
@@ -243,11 +244,7 @@ async def test_a_request_moves_from_a_leaving_replica_only_if_that_is_exact(temp
     await until(lambda: "r" in d1.submitted)
     d1.emit("r", 50)
     await tokens_of(client, "r", 1)
-    client.obey(
-        FrontendCommand(
-            kind=CommandKind.MOVE, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="it is leaving"
-        )
-    )
+    client.obey(order(CommandKind.MOVE, "it is leaving"))
     if temperature:
         await asyncio.sleep(0.01)
         d1.emit("r", 51, finish=STOP)
@@ -270,11 +267,7 @@ async def test_a_token_that_comes_after_the_order_to_move_is_dropped() -> None:
     await until(lambda: "r" in first.submitted)
     await asyncio.sleep(0.05)
     first.emit("r", 50)  # in the stream; the link has not run yet
-    client.obey(
-        FrontendCommand(
-            kind=CommandKind.MOVE, ticket_id=1, attempt=1, role=Role.DECODE, replica_id="d1", reason="leaving"
-        )
-    )
+    client.obey(order(CommandKind.MOVE, "leaving"))
     await until(lambda: bool(second.submitted))
     [again] = second.submitted
     second.emit(again, 60)

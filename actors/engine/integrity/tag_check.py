@@ -34,6 +34,9 @@ NO_TAG = -1  # no page has it: a position without an expectation can never pass
 NO_SLOT = -1
 
 
+_Operands = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
 _BUFFERS = ("table", "seq_lens", "query_start", "slot_mapping")
 
 
@@ -228,32 +231,20 @@ class TagCheck:
             rows = min(len(view.table), len(view.seq_lens), len(view.query_start) - 1)
             self._slots = torch.full((rows,), NO_SLOT, dtype=torch.int32)
             self._answer = torch.full((2, rows), -1, dtype=torch.int32)
-            self._run = dispatch.prepare_check(
-                self.page_tags,
-                view.table[:rows],
-                view.seq_lens[:rows],
-                self.page_tokens,
-                self.expected,
-                self._slots,
-                view.query_start[: rows + 1],
-                view.slot_mapping,
-                self._answer,
-            )
+            self._run = dispatch.prepare_check(*self._operands(view, rows, self._answer))
         self._slots[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
+
+    def _operands(self, view: StepView, rows: int, answer: torch.Tensor) -> _Operands:
+        """What `dispatch.check_tags` takes, for the first `rows` rows of the step."""
+        table, seq_lens, query_start = view.table[:rows], view.seq_lens[:rows], view.query_start[: rows + 1]
+        return (
+            self.page_tags, table, seq_lens, self.page_tokens, self.expected, self._slots, query_start,
+            view.slot_mapping, answer,
+        )  # fmt: skip
 
     def _check_on_device(self, view: StepView, rows: int) -> Proof:
         answer = torch.empty((2, rows), dtype=torch.int32, device=self.device)
-        dispatch.check_tags(
-            self.page_tags,
-            view.table[:rows],
-            view.seq_lens[:rows],
-            self.page_tokens,
-            self.expected,
-            self._slots,
-            view.query_start[: rows + 1],
-            view.slot_mapping,
-            answer,
-        )
+        dispatch.check_tags(*self._operands(view, rows, answer))
         landed = self._pinned(rows, torch.int32)
         landed.copy_(answer, non_blocking=True)
         return _DeviceProof(self._known, self._pages, tuple(view.request_ids), landed, self._recorded())

@@ -14,6 +14,7 @@ import json
 import math
 import random
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -229,23 +230,27 @@ def policies(trace: str) -> list[Policy]:
 
 def compare(repeats: int, seconds: float = 3_600.0, record: Path | None = None) -> list[Outcome]:
     """Every policy on every trace and seed 1 to `repeats`. `record`: JSON lines; what is there is not run again."""
+    runs = [(trace, seed, policy) for seed in range(1, repeats + 1) for trace in TRACES for policy in policies(trace)]
+    return run_all(runs, seconds, record)
+
+
+def run_all(runs: Iterable[tuple[str, int, Policy]], seconds: float, record: Path | None) -> list[Outcome]:
+    """Trace, seed and policy of each run, in order. `record`: JSON lines; what is there is not run again."""
     known = {}
     if record is not None and record.exists():
         rows = (Outcome(**json.loads(line)) for line in record.read_text().splitlines())
         known = {(row.trace, row.seed, row.policy): row for row in rows}
     outcomes = []
-    for seed in range(1, repeats + 1):
-        for trace, make in TRACES.items():
-            for policy in policies(trace):
-                found = known.get((trace, seed, policy.name))
-                if found is None:
-                    cluster = play(make(seconds, seed), policy.serve, policy.minimum)
-                    found = judge(cluster, policy.name, trace, seed)
-                    if record is not None:
-                        record.parent.mkdir(parents=True, exist_ok=True)
-                        with record.open("a") as lines:
-                            lines.write(json.dumps(asdict(found)) + "\n")
-                outcomes.append(found)
+    for trace, seed, policy in runs:
+        found = known.get((trace, seed, policy.name))
+        if found is None:
+            cluster = play(TRACES[trace](seconds, seed), policy.serve, policy.minimum)
+            found = judge(cluster, policy.name, trace, seed)
+            if record is not None:
+                record.parent.mkdir(parents=True, exist_ok=True)
+                with record.open("a") as lines:
+                    lines.write(json.dumps(asdict(found)) + "\n")
+        outcomes.append(found)
     return outcomes
 
 

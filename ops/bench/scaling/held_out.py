@@ -8,7 +8,6 @@ is the difference of a pair that saw the same arrivals; its interval is Student'
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from cluster.json_output import print_json
 from ops.bench import facts
 from ops.bench.pages import page
-from ops.bench.scaling.autoscale import TRACES, Outcome, Policy, judge, play, serve_policy
+from ops.bench.scaling.autoscale import TRACES, Outcome, Policy, run_all, serve_policy
 from ops.bench.stats import Interval, mean_interval, paired_difference
 
 FIRST_SEED = 101
@@ -40,20 +39,8 @@ def rivals(floor: int) -> list[Policy]:
 
 def compare(seeds: Sequence[int], record: Path, seconds: float = 3_600.0) -> list[Outcome]:
     """All policies of all floors on each seed. `record`: JSON lines; what is there is not run again."""
-    rows = [Outcome(**json.loads(line)) for line in record.read_text().splitlines()] if record.exists() else []
-    known = {(row.trace, row.seed, row.policy): row for row in rows}
-    found = []
-    for trace, make in TRACES.items():
-        for seed in seeds:
-            for policy in (each for floor in FLOORS for each in (ours(floor), *rivals(floor))):
-                row = known.get((trace, seed, policy.name))
-                if row is None:
-                    row = judge(play(make(seconds, seed), policy.serve, policy.minimum), policy.name, trace, seed)
-                    record.parent.mkdir(parents=True, exist_ok=True)
-                    with record.open("a") as lines:
-                        lines.write(json.dumps(asdict(row)) + "\n")
-                found.append(row)
-    return found
+    policies = [each for floor in FLOORS for each in (ours(floor), *rivals(floor))]
+    return run_all([(trace, seed, each) for trace in TRACES for seed in seeds for each in policies], seconds, record)
 
 
 @dataclass(frozen=True, slots=True)
