@@ -10,7 +10,7 @@ import json
 from http import HTTPStatus
 from typing import Any
 
-from app.request.state import RequestError
+from app.request.events import RequestError
 
 OPENAI_ERROR = b'data: {"error"'  # how vLLM's chat and completion streams begin an error event
 ANTHROPIC_ERROR = b"event: error"

@@ -12,7 +12,7 @@ from starlette.types import Message, Send
 
 from app.api import api_errors
 from app.request.context import Caller
-from app.request.state import RequestError, internal_error
+from app.request.events import RequestError, internal_error
 
 logger = logging.getLogger("pageferry.frontend")
 

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 from vllm.exceptions import GracefulHTTPError
 
-from app.request.state import RequestError
+from app.request.events import RequestError
 
 
 class RequestErrorResponse(GracefulHTTPError):

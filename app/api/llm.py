@@ -11,7 +11,7 @@ from vllm.v1.executor import Executor
 from actors.engine import vllm_patches
 from app.api.errors import to_exception
 from app.request.core_client import FerryCoreClient
-from app.request.state import RequestError
+from app.request.events import RequestError
 
 
 class FerryLLM(AsyncLLM):

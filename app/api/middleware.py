@@ -24,7 +24,7 @@ from app.api.patience import patience_s
 from app.client.asgi import IN_PROCESS
 from app.request.context import CALLER, Caller
 from app.request.eligibility import INTERNAL_ARGS
-from app.request.state import RequestError
+from app.request.events import RequestError
 from cluster.frontend_spec import FrontendSpec
 
 logger = logging.getLogger("pageferry.frontend")

@@ -22,7 +22,7 @@ import httpx2
 import openai
 
 from app.client.serve_handle import AsyncHandleTransport, HandleTransport
-from app.request.state import PAGE_INTEGRITY_ERROR
+from app.request.events import PAGE_INTEGRITY_ERROR
 
 Messages = str | list[dict[str, Any]]
 Prompt = str | list[int] | list[str] | list[list[int]]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from actors.messages import Rates
 from actors.spans import NO_SPAN, Span
-from app.request.state import RequestError
+from app.request.events import RequestError
 
 T = TypeVar("T")
 

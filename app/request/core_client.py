@@ -25,9 +25,9 @@ from app.metrics import Discard, FrontendMetrics
 from app.request import context, eligibility
 from app.request.decode_stream import DecodeStreams
 from app.request.driver import Collaborators, RequestDriver
+from app.request.events import Broken, Cancelled, Event, Finished, PrefillLost, RequestError
 from app.request.group import SequenceGroup
 from app.request.many_engines import shared_lora
-from app.request.state import Broken, Cancelled, Event, Finished, PrefillLost, RequestError
 from app.rpc.ports import ControllerPort, DecodePort, PrefillPort
 
 logger = logging.getLogger("pageferry.frontend")

@@ -24,7 +24,7 @@ from actors.messages import (
 )
 from app.api.errors import to_exception
 from app.metrics import FrontendMetrics
-from app.request import eligibility, state
+from app.request import eligibility, events, state
 from app.request.context import Caller, detached, fetch_exception
 from app.request.decode_stream import DecodeStream, DecodeStreams
 from app.request.emitted import EmittedTokens, ReplayDiffers
@@ -51,7 +51,7 @@ class Collaborators:
     decode: DecodePort
     streams: DecodeStreams
     metrics: FrontendMetrics
-    on_end: Callable[[RequestDriver, state.RequestError | None], None]
+    on_end: Callable[[RequestDriver, events.RequestError | None], None]
 
 
 class RequestDriver:
@@ -80,7 +80,7 @@ class RequestDriver:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.emitted = EmittedTokens(request.request_id, page_tokens)
         self._state, self._first = state.begin(eligibility.recovery_of(request), retries_mismatch)
-        self._inbox: deque[state.Event] = deque()
+        self._inbox: deque[events.Event] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._stream: DecodeStream | None = None
@@ -114,7 +114,7 @@ class RequestDriver:
     def start(self) -> None:
         self._task = detached(self._main())
 
-    def tell(self, event: state.Event) -> None:
+    def tell(self, event: events.Event) -> None:
         self._inbox.append(event)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -128,7 +128,7 @@ class RequestDriver:
     def decode_lost(self, replica_id: ReplicaId, reason: str, died: bool = False) -> None:
         if self._stream is not None and self._stream.replica_id == replica_id:
             self._unregister()  # a token that leaves after it was counted here would be computed twice
-        self.tell(state.DecodeLost(replica_id, reason, len(self.tokens), died))
+        self.tell(events.DecodeLost(replica_id, reason, len(self.tokens), died))
 
     def accept(self, output: EngineCoreOutput, step_s: float) -> EngineCoreOutput | None:
         """Called by the stream for every output of the current submission."""
@@ -146,7 +146,7 @@ class RequestDriver:
             # vLLM's scheduler ends a request so whose grammar takes no token; its frontend would answer 500.
             self._unregister()
             self._engine_finished = True
-            self.tell(state.Broken(GRAMMAR_ENDS.format(len(self.tokens)), 400))
+            self.tell(events.Broken(GRAMMAR_ENDS.format(len(self.tokens)), 400))
             return None
         first = not self.tokens
         if self._silent and output.new_token_ids:
@@ -156,7 +156,7 @@ class RequestDriver:
             taken = self.emitted.take(output)
         except ReplayDiffers as error:
             self._unregister()
-            self.tell(state.Broken(str(error)))
+            self.tell(events.Broken(str(error)))
             return None
         if taken is not None and taken.new_token_ids:
             self.record.tokens(len(taken.new_token_ids), step_s)
@@ -165,7 +165,7 @@ class RequestDriver:
         if output.finish_reason is not None:
             self._engine_finished = True
             failed = output.finish_reason is FinishReason.ERROR
-            self.tell(state.Finished(Outcome.FAILED if failed else Outcome.DONE))
+            self.tell(events.Finished(Outcome.FAILED if failed else Outcome.DONE))
         return taken
 
     def _page_mismatch(self) -> None:
@@ -175,31 +175,31 @@ class RequestDriver:
         self._engine_finished = True
         earlier = self.group.mismatch(self._attempt)
         stay = any(not sibling.movable for sibling in self.group.members.values() if sibling is not self)
-        self.tell(state.PageMismatch(replica, name, len(self.tokens), earlier, stay))
+        self.tell(events.PageMismatch(replica, name, len(self.tokens), earlier, stay))
 
     # -- the loop
 
     async def _main(self) -> None:
-        end = state.End(Outcome.FAILED, state.internal_error(self.request_id))
+        end = events.End(Outcome.FAILED, events.internal_error(self.request_id))
         try:
             end = await self._run_to_end()
         except Exception:
             logger.exception("request %s", self.request_id)
-            end = state.End(Outcome.FAILED, state.internal_error(self.request_id))
+            end = events.End(Outcome.FAILED, events.internal_error(self.request_id))
         except asyncio.CancelledError:
-            end = state.End(Outcome.CANCELLED, state.RequestError(503, "the frontend is shutting down"))
+            end = events.End(Outcome.CANCELLED, events.RequestError(503, "the frontend is shutting down"))
         finally:
             await self._give_back(end)
 
-    async def _run_to_end(self) -> state.End:
+    async def _run_to_end(self) -> events.End:
         action = self._first
-        while not isinstance(action, state.End):
-            if not isinstance(action, state.Admit) and not self.admitted.done():
+        while not isinstance(action, events.End):
+            if not isinstance(action, events.Admit) and not self.admitted.done():
                 self.admitted.set_result(None)
             action = await self._next(action)
         return action
 
-    async def _next(self, action: state.Action) -> state.Action:
+    async def _next(self, action: events.Action) -> events.Action:
         """Performs `action`; the next one follows from what comes first, its result or an event from outside."""
         operation = asyncio.ensure_future(self._perform(action))
         try:
@@ -209,7 +209,7 @@ class RequestDriver:
                     if following is not None:
                         return following
                 if operation.done():
-                    event = state.Broken("a call was cancelled", 503) if operation.cancelled() else operation.result()
+                    event = events.Broken("a call was cancelled", 503) if operation.cancelled() else operation.result()
                     self._state, following = state.step(self._state, event)
                     if following is None:
                         raise RuntimeError(f"{event} does not belong into phase {self._state.phase}")
@@ -228,38 +228,38 @@ class RequestDriver:
     def _attempt(self) -> int:
         return self._state.ticket.attempt if self._state.ticket is not None else 0
 
-    async def _perform(self, action: state.Action) -> state.Event:
+    async def _perform(self, action: events.Action) -> events.Event:
         match action:
-            case state.Admit():
+            case events.Admit():
                 return await self._admit()
-            case state.Prefill():
+            case events.Prefill():
                 return await self._prefill(action.ticket)
-            case state.AwaitHandOver():
+            case events.AwaitHandOver():
                 return await self._await_hand_over(action.ticket)
-            case state.WaitForLeader():
+            case events.WaitForLeader():
                 await self.group.wait_for_leader(action.ticket.attempt)
-                return state.LeaderArrived()
-            case state.Submit():
+                return events.LeaderArrived()
+            case events.Submit():
                 return await self._submit(action)
-            case state.ReportLost():
+            case events.ReportLost():
                 return await self._lost(action)
             case _:
                 await asyncio.get_running_loop().create_future()  # streaming: the outside will tell
                 raise AssertionError("unreachable")
 
-    async def _admit(self) -> state.Event:
+    async def _admit(self) -> events.Event:
         started = self._time()
         try:
             answer = await self.group.admit(self, self._admission)
         except ControllerGone as error:
             return self._without_controller(error)
         self.record.phase("admit", self._time() - started)
-        self.caller.rates = answer.ticket.rates if isinstance(answer, state.Admitted) else answer.busy.rates
-        if isinstance(answer, state.Admitted):
+        self.caller.rates = answer.ticket.rates if isinstance(answer, events.Admitted) else answer.busy.rates
+        if isinstance(answer, events.Admitted):
             self.record.placed(answer.ticket)
         return answer
 
-    async def _lost(self, report: state.ReportLost) -> state.Event:
+    async def _lost(self, report: events.ReportLost) -> events.Event:
         self._unregister()
         self._drop_hand_over()
         if report.alone:
@@ -270,15 +270,15 @@ class RequestDriver:
             answer = await self.group.lost(self, report)
         except ControllerGone as error:
             return self._without_controller(error)
-        if isinstance(answer, state.Admitted):
+        if isinstance(answer, events.Admitted):
             self.record.placed(answer.ticket)
             if report.page_integrity and answer.leader:
                 self.record.run_again()
         return answer
 
-    def _without_controller(self, error: ControllerGone) -> state.Broken:
+    def _without_controller(self, error: ControllerGone) -> events.Broken:
         logger.warning("request %s: %s", self.request_id, error)
-        return state.Broken("the controller is away; send it again", 503)
+        return events.Broken("the controller is away; send it again", 503)
 
     def _now(self) -> EngineCoreRequest:
         """The request as it has to be computed from here on."""
@@ -290,7 +290,7 @@ class RequestDriver:
             request = eligibility.with_private_cache_salt(request, self._state.ticket.ticket_id)
         return request
 
-    async def _prefill(self, ticket: Ticket) -> state.Event:
+    async def _prefill(self, ticket: Ticket) -> events.Event:
         assert ticket.prefill is not None
         started = self._time()
         self._deadline = started + ticket.deadline_s
@@ -305,12 +305,12 @@ class RequestDriver:
         try:
             done = await asyncio.wait_for(self._with.prefill.prefill(ticket.prefill, ticket, frames), ticket.deadline_s)
         except TimeoutError:
-            return state.PrefillLost(f"no answer within transfer.hand_over_s {ticket.deadline_s:g}")
+            return events.PrefillLost(f"no answer within transfer.hand_over_s {ticket.deadline_s:g}")
         except ReplicaGone as error:
-            return state.PrefillLost(str(error), error.died)
+            return events.PrefillLost(str(error), error.died)
         except Exception as error:
             logger.warning("prefill %s failed request %s: %r", ticket.prefill, self.request_id, error)
-            return state.PrefillLost(f"it failed with {type(error).__name__}", isinstance(error, EngineDied))
+            return events.PrefillLost(f"it failed with {type(error).__name__}", isinstance(error, EngineDied))
         if not self.tokens:
             self.emitted.cached_tokens = done.num_cached_tokens
         self.record.phase("prefill", self._time() - started)
@@ -318,9 +318,9 @@ class RequestDriver:
         if samples and done.output:
             # The client has its token now; decode opens the pages meanwhile and goes on after it.
             self._with.streams.to(ticket.decode).deliver(done.output, to=self)
-        return state.Prefilled()
+        return events.Prefilled()
 
-    async def _await_hand_over(self, ticket: Ticket) -> state.Event:
+    async def _await_hand_over(self, ticket: Ticket) -> events.Event:
         assert self._hand_over is not None
         started = self._time()
         rest = max(0.1, self._deadline - started)
@@ -332,14 +332,14 @@ class RequestDriver:
         except ControllerGone:
             answer = Verdict.STALE  # nobody has the proof: decode can still compute the prompt
         self.record.phase("hand_over", self._time() - started)
-        return state.HandedOver(answer) if isinstance(answer, HandOver) else state.NoHandOver(answer)
+        return events.HandedOver(answer) if isinstance(answer, HandOver) else events.NoHandOver(answer)
 
     def _drop_hand_over(self) -> None:
         if self._hand_over is not None:
             self._hand_over.cancel()
             self._hand_over = None
 
-    async def _submit(self, action: state.Submit) -> state.Event:
+    async def _submit(self, action: events.Submit) -> events.Event:
         started = self._time()
         ticket, replica = action.ticket, action.ticket.decode
         if action.hand_over is None:
@@ -372,12 +372,12 @@ class RequestDriver:
                 call.cancel()
             reason = str(error) or f"no answer within {CONTROL_S:g} s"
             died = call is not None and isinstance(error, ReplicaGone) and error.died
-            return state.DecodeLost(replica, reason, len(self.tokens), died)
+            return events.DecodeLost(replica, reason, len(self.tokens), died)
         except Exception as error:
             logger.warning("decode %s refused request %s: %r", replica, self.request_id, error)
-            return state.DecodeLost(replica, f"it refused with {type(error).__name__}", len(self.tokens))
+            return events.DecodeLost(replica, f"it refused with {type(error).__name__}", len(self.tokens))
         self.record.phase("submit", self._time() - started)
-        return state.Submitted()
+        return events.Submitted()
 
     # -- giving back
 
@@ -386,7 +386,7 @@ class RequestDriver:
             self._stream.forget(self._engine_id)
             self._stream = None
 
-    async def _give_back(self, end: state.End) -> None:
+    async def _give_back(self, end: events.End) -> None:
         self._drop_hand_over()
         engine_id, ticket = self._engine_id, self._state.ticket
         self._unregister()
@@ -402,7 +402,7 @@ class RequestDriver:
             self.group.leave(self, end.outcome)
             await self.group.release_if_idle()
 
-    def _report(self, end: state.End) -> None:
+    def _report(self, end: events.End) -> None:
         """Tells the client side, before anything is given back: who waits learns it at once."""
         fault = end.fault
         if fault is not None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from actors.messages import AdmitRequest, Claim, Ended, Outcome, Overloaded, ReplicaLost, Ticket
-from app.request.state import Admitted, Event, Refused, ReportLost, RequestError
+from app.request.events import Admitted, Event, Refused, ReportLost, RequestError
 from app.rpc.ports import ControllerGone, ControllerPort
 
 logger = logging.getLogger("pageferry.frontend")

@@ -13,7 +13,7 @@ from typing import Any
 from actors.messages import Role, Ticket
 from app.metrics import FrontendMetrics
 from app.request.context import Caller
-from app.request.state import PAGE_INTEGRITY_ERROR, End
+from app.request.events import PAGE_INTEGRITY_ERROR, End
 from app.token_gaps import TokenGaps
 from cluster.metrics import LIMITS
 

@@ -4,41 +4,7 @@ from __future__ import annotations
 
 from cluster.metrics import GAPS_AT
 from ops.grafana.panels import Dashboard, Panel, Query
-
-R = "$__rate_interval"
-
-
-def rate(metric: str, by: str = "", labels: str = "") -> str:
-    return f"sum {_by(by)}(rate(ray_pageferry_{metric}{{$A{labels}}}[{R}]))"
-
-
-def now(metric: str, by: str = "", labels: str = "", how: str = "sum") -> str:
-    return f"{how} {_by(by)}(ray_pageferry_{metric}{{$A{labels}}})"
-
-
-def grown(metric: str, window: str, by: str = "", labels: str = "") -> str:
-    """Events in `window`: whole ones, though Prometheus extrapolates to its edges."""
-    return f"round(sum {_by(by)}(increase(ray_pageferry_{metric}{{$A{labels}}}[{window}])))"
-
-
-def quantile(share: float, metric: str, by: str = "") -> str:
-    labels = f"le, {by}" if by else "le"
-    """Nothing instead of NaN while nothing was observed."""
-    return f"histogram_quantile({share}, sum by ({labels}) (rate(ray_pageferry_{metric}_bucket{{$A}}[{R}]))) >= 0"
-
-
-def gap(share: float, at: str) -> str:
-    """The counters of gaps have a histogram's `le`."""
-    return f'histogram_quantile({share}, sum by (le) (rate(ray_pageferry_token_gaps_total{{$A, at="{at}"}}[{R}]))) >= 0'
-
-
-def ratio(part: str, whole: str) -> str:
-    return f"{part} / ({whole} > 0)"
-
-
-def _by(labels: str) -> str:
-    return f"by ({labels}) " if labels else ""
-
+from ops.grafana.promql import gap, grown, now, quantile, rate, ratio
 
 REQUESTS = rate("requests_total")
 PHASE_SECONDS = f"{rate('phase_seconds_total', 'phase')} / on () group_left () ({REQUESTS} > 0)"

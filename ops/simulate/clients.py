@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.request.state import ENGINE_DEATH_ERROR, PAGE_INTEGRITY_ERROR, RequestError
+from app.request.events import ENGINE_DEATH_ERROR, PAGE_INTEGRITY_ERROR, RequestError
 from ops.simulate.model import Script, advance, next_token
 
 LOOK_AHEAD = 64  # positions after the expected one in which a token that came too early is looked for

@@ -15,7 +15,7 @@ from app.api.errors import RequestErrorResponse
 from app.metrics import Discard, FrontendMetrics
 from app.request.context import CALLER, Caller
 from app.request.core_client import FerryCoreClient
-from app.request.state import RequestError
+from app.request.events import RequestError
 from app.rpc.controller_loops import ControllerLoops
 from cluster.spec import ClusterSpec
 from ops.simulate.clients import Record, Sequence

@@ -21,7 +21,7 @@ from vllm.v1.engine import FinishReason
 from actors.messages import CommandKind, FrontendCommand, Outcome, Overloaded, Role, Verdict
 from app.api.errors import RequestErrorResponse
 from app.request import context
-from app.request.state import RequestError
+from app.request.events import RequestError
 
 STOP = FinishReason.STOP
 

@@ -13,7 +13,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 
 from actors.messages import CommandKind, FrontendCommand, Outcome, Role, Verdict
-from app.request.state import RequestError
+from app.request.events import RequestError
 
 STOP = FinishReason.STOP
 

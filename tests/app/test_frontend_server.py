@@ -287,7 +287,7 @@ async def test_forms_that_are_not_offered_say_so(server: Server) -> None:
 
 async def test_retry_after_survives() -> None:
     from app.api.errors import to_exception
-    from app.request.state import RequestError
+    from app.request.events import RequestError
 
     fault = RequestError(429, "no room", 2.0)
     assert to_exception(fault).fault == replace(fault)

@@ -20,7 +20,7 @@ from app.api.middleware import Access, RequestFilter
 from app.api.patience import patience_s
 from app.client import asgi
 from app.request import context
-from app.request.state import RequestError
+from app.request.events import RequestError
 from cluster.frontend_spec import FrontendSpec
 
 

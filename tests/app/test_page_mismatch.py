@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from actors.messages import Outcome, Overloaded, Role
 from app.metrics import FrontendMetrics
 from app.request.core_client import FerryCoreClient
-from app.request.state import PAGE_INTEGRITY_ERROR, RequestError
+from app.request.events import PAGE_INTEGRITY_ERROR, RequestError
 
 STOP = FinishReason.STOP
 RETRIES = "pageferry_page_integrity_retries_total"

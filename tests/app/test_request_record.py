@@ -11,8 +11,8 @@ import pytest
 from actors.messages import Outcome, Role, Ticket
 from app.metrics import OTHER, TENANTS_MAX, Discard, FrontendMetrics
 from app.request.context import Caller
+from app.request.events import End, RequestError
 from app.request.record import RequestRecord
-from app.request.state import End, RequestError
 
 TICKET = Ticket(ticket_id=7, attempt=1, request_id="r", frontend_id="f", epoch=1, prefill="p#1", decode="d#1")
 

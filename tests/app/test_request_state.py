@@ -16,7 +16,9 @@ from msgspec.structs import replace
 
 from actors.messages import HandOver, Lease, Outcome, Overloaded, Role, Seal, Ticket, Verdict
 from app.request import state
-from app.request.state import (
+from app.request.events import (
+    ENGINE_DEATH_ERROR,
+    Action,
     Admit,
     Admitted,
     AwaitHandOver,
@@ -24,24 +26,23 @@ from app.request.state import (
     Cancelled,
     DecodeLost,
     End,
+    Event,
     Finished,
     HandedOver,
     LeaderArrived,
     NoHandOver,
     PageMismatch,
-    Phase,
     Prefill,
     Prefilled,
     PrefillLost,
-    Recovery,
     Refused,
     ReportLost,
-    RequestState,
     Stream,
     Submit,
     Submitted,
     WaitForLeader,
 )
+from app.request.state import Phase, Recovery, RequestState
 
 FULL = Overloaded(reason="decode is full", retry_after_s=2.5)
 
@@ -59,10 +60,10 @@ def hand_over(attempt: int = 1) -> HandOver:
 
 
 def tell(
-    *events: state.Event, recovery: Recovery = Recovery.RESUME, retries: bool = False
-) -> tuple[RequestState, list[state.Action]]:
+    *events: Event, recovery: Recovery = Recovery.RESUME, retries: bool = False
+) -> tuple[RequestState, list[Action]]:
     now, action = state.begin(recovery, retries)
-    actions: list[state.Action] = [action]
+    actions: list[Action] = [action]
     for event in events:
         now, following = state.step(now, event)
         if following is not None:
@@ -233,7 +234,7 @@ def test_a_page_mismatch_without_room_elsewhere_keeps_its_type() -> None:
 
 
 def test_a_request_that_kills_replicas_is_stopped() -> None:
-    events: list[state.Event] = [Admitted(ticket(prefill=None, decode="d0")), Submitted()]
+    events: list[Event] = [Admitted(ticket(prefill=None, decode="d0")), Submitted()]
     for number in range(state.MAX_LOSSES + 1):
         events += [
             DecodeLost(f"d{number}", "killed", 1),
@@ -247,7 +248,7 @@ def test_a_request_that_kills_replicas_is_stopped() -> None:
 
 
 def test_a_request_that_two_engines_died_with_runs_alone_and_a_third_death_ends_it() -> None:
-    events: list[state.Event] = [Admitted(ticket(decode="d0")), PrefillLost("died", died=True)]
+    events: list[Event] = [Admitted(ticket(decode="d0")), PrefillLost("died", died=True)]
     events += [Admitted(ticket(2, prefill=None, decode="d0")), DecodeLost("d0", "died", 0, died=True)]
     _, actions = tell(*events)
     reports = [action.alone for action in actions if isinstance(action, ReportLost)]
@@ -261,11 +262,11 @@ def test_a_request_that_two_engines_died_with_runs_alone_and_a_third_death_ends_
     _, actions = tell(*events, DecodeLost("d1", "killed", 3, died=True))
     end = actions[-1]
     assert isinstance(end, End) and end.fault is not None
-    assert (end.fault.status, end.fault.kind) == (500, state.ENGINE_DEATH_ERROR) and "3 engines" in end.fault.message
+    assert (end.fault.status, end.fault.kind) == (500, ENGINE_DEATH_ERROR) and "3 engines" in end.fault.message
 
 
 def test_a_death_of_an_engine_that_never_had_the_request_is_not_held_against_it() -> None:
-    events: list[state.Event] = []
+    events: list[Event] = []
     for number in range(4):  # it dies while prefill has the prompt
         events += [Admitted(ticket(number + 1, decode=f"d{number}")), DecodeLost(f"d{number}", "killed", 0, died=True)]
     now, actions = tell(*events)
@@ -309,7 +310,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(EVENTS, max_size=60), st.sampled_from(Recovery), st.booleans(), EVENTS)
 def test_every_road_can_be_ended_and_stays_ended(
-    events: list[state.Event], recovery: Recovery, retries: bool, late: state.Event
+    events: list[Event], recovery: Recovery, retries: bool, late: Event
 ) -> None:
     now, _ = tell(*events, recovery=recovery, retries=retries)
     assert now.losses <= state.MAX_LOSSES
@@ -323,7 +324,7 @@ def test_every_road_can_be_ended_and_stays_ended(
 
 @given(st.lists(EVENTS, max_size=60), st.sampled_from(Recovery), st.booleans())
 def test_a_story_only_submits_to_the_replica_of_its_ticket(
-    events: list[state.Event], recovery: Recovery, retries: bool
+    events: list[Event], recovery: Recovery, retries: bool
 ) -> None:
     now, action = state.begin(recovery, retries)
     for event in events:

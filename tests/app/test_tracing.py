@@ -25,8 +25,8 @@ from app.api.middleware import Access, RequestFilter
 from app.client import asgi
 from app.metrics import Discard, FrontendMetrics
 from app.request import context
+from app.request.events import End
 from app.request.record import RequestRecord
-from app.request.state import End
 from cluster.frontend_spec import TracingSpec
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
