@@ -103,7 +103,7 @@ class DecodeServer(EngineServer):
             if live is None:
                 continue
             mine.setdefault(live.frontend_id, []).append(output)
-            self._totals.tokens_generated += len(output.new_token_ids)
+            self._token_rate.tokens += len(output.new_token_ids)
             if not live.started and output.new_token_ids:
                 live.started = True
                 self._event(ReplicaEventKind.DECODE_STARTED, live, live.ticket.request_id)
@@ -111,7 +111,7 @@ class DecodeServer(EngineServer):
                 if output.prefill_stats is not None and live.ticket.prefill is None:
                     cached = output.prefill_stats.num_cached_tokens
                     self._event(ReplicaEventKind.PROMPT_COMPUTED, live, live.ticket.request_id, num_tokens=cached)
-            self._condemn(output, live)
+            self._report.note_mismatch(output, live)
             if output.finish_reason is not None:
                 del self._live[output.request_id]
                 self._tracer.span("decode.engine", live.ticket.trace, live.seconds, end=str(output.finish_reason))

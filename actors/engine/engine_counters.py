@@ -5,7 +5,8 @@ A frontend could not count it: several of them read one engine's output, and pre
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -38,3 +39,21 @@ class EngineCounters:
 
     def totals(self) -> dict[str, float]:
         return {name: float(total) for name, total in asdict(self).items()}
+
+
+RATE_OVER_S = 10
+
+
+@dataclass(slots=True)
+class TokenRate:
+    """Tokens a second, over the last `RATE_OVER_S` at most."""
+
+    tokens: int = 0
+    began_ns: int = field(default_factory=time.monotonic_ns)
+
+    def per_second(self) -> float:
+        elapsed_s = max(1e-9, (time.monotonic_ns() - self.began_ns) / 1e9)
+        rate = self.tokens / elapsed_s
+        if elapsed_s > RATE_OVER_S:
+            self.tokens, self.began_ns = 0, time.monotonic_ns()
+        return rate

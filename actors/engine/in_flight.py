@@ -37,10 +37,3 @@ class InFlight:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
-
-
-@dataclass(slots=True)
-class Totals:
-    tokens_generated: int = 0
-    requests: int = 0
-    began_ns: int = field(default_factory=time.monotonic_ns)

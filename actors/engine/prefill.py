@@ -96,6 +96,6 @@ class PrefillServer(EngineServer):
             if live is None or live.done is None:
                 continue
             live.started = True
-            self._condemn(output, live)
+            self._report.note_mismatch(output, live)
             if output.finish_reason is not None and not live.done.done():
                 live.done.set_result((output, outputs))

@@ -19,21 +19,19 @@ from typing import Any
 
 from actors.engine import engine_shm
 from actors.engine.config import engine_kwargs, fingerprint, generation, pool_of, tokenizer_path
-from actors.engine.engine_counters import EngineCounters
+from actors.engine.engine_counters import EngineCounters, TokenRate
 from actors.engine.frontend_links import FrontendLinks
-from actors.engine.in_flight import EngineDied, InFlight, ReplicaError, Totals
+from actors.engine.in_flight import EngineDied, InFlight, ReplicaError
+from actors.engine.pending_report import PendingReport
 from actors.engine.refusals import refuse_unmovable
 from actors.engine.transfer_client import TransferClient
 from actors.engine.watch import EngineWatch, LifeFile, Progress
 from actors.link import Address
 from actors.messages import (
-    PAGE_INTEGRITY,
     Announcement,
     HeartbeatReply,
     Join,
     Occupancy,
-    PageDelta,
-    ReplicaEvent,
     ReplicaEventKind,
     ReplicaHeartbeat,
     ReplicaLeft,
@@ -52,7 +50,6 @@ HEARTBEAT_EVERY_S = 0.5
 IDLE_BEATS = 3  # without anything to say; from then on a beat comes less often, until something happens
 IDLE_EVERY_S = 2.0
 PAGES_A_BEAT = 8192  # taken pages that one heartbeat tells of at most; about 150 KiB
-CONDEMNED_REMEMBERED = 256
 UTILITY_TIMEOUT_S = 1.0
 GOODBYE_S = 2.0
 
@@ -81,12 +78,8 @@ class EngineServer:
         self._tracer = tracer(spec.tracing, str(self.role), replica_id)
         self._live: dict[str, InFlight] = {}
         self._streams: dict[str, asyncio.Queue[list[bytes] | None]] = {}
-        self._events: list[ReplicaEvent] = []
-        self._pages: tuple[PageDelta, ...] = ()
-        self._pages_whole = False
-        self._tell_all_pages = False  # the controller has missed something: from the beginning
-        self._condemned: dict[str, int] = {}  # requests that a page mismatch ended, whose verdict is yet to come
-        self._totals = Totals()
+        self._report = PendingReport()
+        self._token_rate = TokenRate()
         self._engine = EngineCounters()
         self._failure: str = ""
         self._failed = asyncio.Event()
@@ -149,7 +142,7 @@ class EngineServer:
     async def link(self, frontend_id: str) -> AsyncGenerator[Address, None]:
         """Where this frontend's socket goes; the socket ends with this stream.
 
-        Serve lets a replica that is leaving go when nobody has such a stream any more.
+        Serve lets a replica that is leaving go when no such stream is open any more.
         """
         await self.start()
         address = await self.links.invite(frontend_id)
@@ -244,7 +237,7 @@ class EngineServer:
             await self._fail(f"the engine of {self.replica_id} is gone: {error}", "died")
 
     async def _fail(self, reason: str, lost: str) -> None:
-        """For good: whoever waits for this replica hears of it now, and Serve makes another one.
+        """For good: callers that wait for this replica hear of it now, and Serve makes another one.
 
         `lost`: see `ReplicaLeft`.
         """
@@ -270,9 +263,8 @@ class EngineServer:
         raise NotImplementedError
 
     def _event(self, kind: ReplicaEventKind, live: InFlight | None = None, request_id: str = "", **more: Any) -> None:
-        ticket_id = live.ticket.ticket_id if live else 0
         self._woken.set()
-        self._events.append(ReplicaEvent(kind=kind, ticket_id=ticket_id, request_id=request_id, **more))
+        self._report.add(kind, live, request_id, **more)
 
     async def _heartbeat_loop(self) -> None:
         admission = self.spec.admission
@@ -283,7 +275,7 @@ class EngineServer:
         idle_beats = 0
         while True:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
-            idle_beats = 0 if self._live or self._events or self._tell_all_pages else idle_beats + 1
+            idle_beats = 0 if self._live or self._report.events or self._report.wants_all_pages else idle_beats + 1
             if idle_beats > IDLE_BEATS and idle_s > HEARTBEAT_EVERY_S:
                 self._woken.clear()
                 with contextlib.suppress(TimeoutError):
@@ -291,7 +283,7 @@ class EngineServer:
             # The engine answers between steps; a long step keeps the last answer, and its processes prove their lives.
             if pending is None:
                 asked_ns = time.monotonic_ns()
-                whole, self._tell_all_pages = self._tell_all_pages, False
+                whole, self._report.wants_all_pages = self._report.wants_all_pages, False
                 pending = asyncio.create_task(self.core.call_utility_async("pageferry_beat", PAGES_A_BEAT, whole))
             done, _ = await asyncio.wait([pending], timeout=UTILITY_TIMEOUT_S)
             now_ns = time.monotonic_ns()
@@ -304,53 +296,20 @@ class EngineServer:
                 self._stats, pending = pending.result(), None
                 running = 0 if self._stats["paused"] else self._stats["running"]
                 watch.answered(Progress(asked_ns, self._engine.steps, running), now_ns)
-                self._take_integrity(self._stats)
+                self._report.add_answer(self._stats, self._live)
             if reason := watch.verdict(asked_ns if pending else 0, self._life.oldest_ns(), now_ns):
                 await self._fail(f"{self.replica_id}: {reason}", "hung")
             if self._failure:
                 return
             await self._beat()
 
-    def _take_integrity(self, stats: dict[str, Any]) -> None:
-        """From the engine's answer: pages taken and given back, and a controller event for each tag mismatch."""
-        self._pages = tuple(
-            PageDelta(
-                request_id=request_id,
-                released=released,
-                added=dict(zip(pages, tags)),
-                ticket_id=self._live[request_id].ticket.ticket_id if request_id in self._live else 0,
-            )
-            for request_id, released, pages, tags in stats.get("pages", ())
-        )
-        self._pages_whole = stats.get("pages_whole", False)
-        for verdict in stats.get("verdicts", ()):
-            request_id = verdict["request_id"]
-            live, ticket_id = self._live.get(request_id), self._condemned.pop(request_id, 0)
-            self._events.append(
-                ReplicaEvent(
-                    kind=ReplicaEventKind.TAG_MISMATCH,
-                    ticket_id=live.ticket.ticket_id if live else ticket_id,
-                    request_id=request_id,
-                    position=verdict["position"],
-                    detail=verdict["text"],
-                )
-            )
-
-    def _condemn(self, output: Any, live: InFlight) -> None:
-        if output.stop_reason == PAGE_INTEGRITY:
-            self._condemned[output.request_id] = live.ticket.ticket_id
-            while len(self._condemned) > CONDEMNED_REMEMBERED:
-                del self._condemned[next(iter(self._condemned))]
-
     async def _beat(self) -> None:
-        events, self._events = self._events, []
-        pages, self._pages = self._pages, ()
-        whole, self._pages_whole = self._pages_whole, False
+        events, pages, whole = self._report.take()
         heartbeat = ReplicaHeartbeat(
             replica_id=self.replica_id,
             incarnation=self.incarnation,
             occupancy=self.occupancy(),
-            events=tuple(events),
+            events=events,
             pages=pages,
             pages_whole=whole,
             counters={name: float(value) for name, value in self._stats["counters"].items()} | self._engine.totals(),
@@ -358,7 +317,7 @@ class EngineServer:
         try:
             reply: HeartbeatReply = await self.controller.call.remote(heartbeat)
             if not reply.known:
-                self._tell_all_pages = True
+                self._report.wants_all_pages = True
                 await self.controller.call.remote(Join(self.announcement()))
             if reply.fenced:
                 # Its tickets are elsewhere by now.
@@ -374,18 +333,13 @@ class EngineServer:
                 await self._abort(list(dropped))
                 self._report_dropped(dropped)
         except Exception as error:  # Ray's many ways to say that an actor is away
-            self._events = events + self._events
-            self._tell_all_pages = True
+            self._report.put_back(events)
             logger.warning("controller is not there: %s", error)
             with contextlib.suppress(Exception):
                 self.controller = self._get_controller()
 
     def occupancy(self) -> Occupancy:
         stats = self._stats
-        elapsed_s = max(1e-9, (time.monotonic_ns() - self._totals.began_ns) / 1e9)
-        rate = self._totals.tokens_generated / elapsed_s
-        if elapsed_s > 10:
-            self._totals = Totals(requests=self._totals.requests)
         return Occupancy(
             blocks_total=stats["blocks_total"],
             blocks_free=stats["blocks_free"],
@@ -396,7 +350,7 @@ class EngineServer:
             waiting_prompt_tokens=sum(
                 live.ticket.num_prompt_tokens for live in self._live.values() if not live.started
             ),
-            tokens_per_s=rate,
+            tokens_per_s=self._token_rate.per_second(),
         )
 
     async def _abort(self, request_ids: list[str]) -> None:
@@ -416,17 +370,13 @@ class EngineServer:
             await self.core.abort_requests_async(in_engine)
 
     def _report_dropped(self, dropped: dict[str, InFlight]) -> None:
-        """They ended by the controller's wish: a frontend that still waits for one is told."""
+        """They ended by the controller's wish: a frontend that still waits for one hears of it."""
 
     def _encode(self, outputs: Any, share: list[Any]) -> list[bytes]:
         """One message: `share` of the outputs."""
         from vllm.v1.engine import EngineCoreOutputs
 
-        part = EngineCoreOutputs(
-            outputs=share,
-            timestamp=outputs.timestamp,
-            weight_version=outputs.weight_version,
-        )
+        part = EngineCoreOutputs(outputs=share, timestamp=outputs.timestamp, weight_version=outputs.weight_version)
         return [bytes(frame) for frame in self._encoder.encode(part)]
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,6 +1,6 @@
 """What a replica's host makes of its engine's answer for the controller, without an engine.
 
-1. Page deltas and verdicts travel once; what the controller may have missed is told again from the beginning.
+1. Page deltas and verdicts travel once; what the controller may have missed is sent again from the beginning.
 2. A verdict becomes a controller event that names the ticket, whichever of verdict and last output comes first.
 """
 
@@ -16,9 +16,9 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutpu
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
 from actors.engine.decode import DecodeServer
-from actors.engine.engine_counters import EngineCounters
-from actors.engine.in_flight import InFlight, Totals
-from actors.engine.server import CONDEMNED_REMEMBERED
+from actors.engine.engine_counters import EngineCounters, TokenRate
+from actors.engine.in_flight import InFlight
+from actors.engine.pending_report import MISMATCHES_REMEMBERED, PendingReport
 from actors.messages import PAGE_INTEGRITY, HeartbeatReply, Join, PageDelta, ReplicaHeartbeat, Ticket
 from actors.spans import Tracer
 from ops.engine_pair import LocalHandle
@@ -53,9 +53,8 @@ def controller() -> Controller:
 def host(controller: Controller) -> DecodeServer:
     made = object.__new__(DecodeServer)  # `__init__` starts an engine
     made.replica_id, made.incarnation = "d", 1
-    made._live, made._events, made._condemned, made._streams = {}, [], {}, {}
-    made._pages, made._pages_whole, made._tell_all_pages = (), False, False
-    made._totals, made._engine = Totals(), EngineCounters()
+    made._live, made._report, made._streams = {}, PendingReport(), {}
+    made._token_rate, made._engine = TokenRate(), EngineCounters()
     made._tracer, made._woken = Tracer(), asyncio.Event()
     made.controller = LocalHandle(controller)
     made._get_controller = lambda: LocalHandle(controller)
@@ -69,7 +68,7 @@ def answer(
     """The engine answers, over the wire that vLLM uses for utilities."""
     stats = dict.fromkeys(COUNTS, 0) | {"counters": {}, "pages": pages, "pages_whole": whole, "verdicts": []} | more
     host._stats = msgspec.msgpack.decode(msgspec.msgpack.encode(stats))
-    host._take_integrity(host._stats)
+    host._report.add_answer(host._stats, host._live)
 
 
 async def test_page_deltas_travel_once(host: DecodeServer, controller: Controller) -> None:
@@ -82,27 +81,27 @@ async def test_page_deltas_travel_once(host: DecodeServer, controller: Controlle
     assert first.pages_whole and second.pages == () and not second.pages_whole
 
 
-async def test_a_whole_report_of_nothing_is_told_too(host: DecodeServer, controller: Controller) -> None:
+async def test_a_whole_report_of_nothing_is_sent_too(host: DecodeServer, controller: Controller) -> None:
     answer(host, whole=True)
     await host._beat()
     assert controller.beats[0].pages_whole and controller.beats[0].pages == ()
 
 
-async def test_a_controller_that_may_have_missed_something_is_told_everything(
+async def test_a_controller_that_may_have_missed_something_is_sent_everything(
     host: DecodeServer, controller: Controller
 ) -> None:
     controller.known = False
     answer(host, ("r", False, [4], [104]))
     await host._beat()
-    assert host._tell_all_pages and controller.joined == 1, "it is a new one"
-    host._tell_all_pages, controller.known, controller.away = False, True, True
+    assert host._report.wants_all_pages and controller.joined == 1, "it is a new one"
+    host._report.wants_all_pages, controller.known, controller.away = False, True, True
     await host._beat()
-    assert host._tell_all_pages, "it may have died with what it was told"
+    assert host._report.wants_all_pages, "it may have died with what it had heard"
 
 
-async def test_with_integrity_off_there_is_nothing_to_tell(host: DecodeServer, controller: Controller) -> None:
+async def test_with_integrity_off_there_is_nothing_to_send(host: DecodeServer, controller: Controller) -> None:
     host._stats = dict.fromkeys(COUNTS, 0) | {"counters": {}}
-    host._take_integrity(host._stats)
+    host._report.add_answer(host._stats, host._live)
     await host._beat()
     assert controller.beats[0].pages == () and controller.beats[0].events == ()
 
@@ -121,7 +120,7 @@ async def test_a_verdict_is_an_event_with_its_ticket(
     if verdict_first:
         host._on_outputs(outputs)
     controller.away = True
-    await host._beat()  # nobody has heard it
+    await host._beat()  # it does not arrive
     controller.away = False
     await host._beat()
     [event] = [event for event in controller.beats[0].events if event.kind == "tag_mismatch"]
@@ -132,10 +131,10 @@ async def test_a_verdict_is_an_event_with_its_ticket(
 
 def test_what_is_remembered_of_ended_requests_is_bounded(host: DecodeServer) -> None:
     live = SimpleNamespace(ticket=SimpleNamespace(ticket_id=1))
-    for number in range(CONDEMNED_REMEMBERED + 5):
-        host._condemn(SimpleNamespace(request_id=str(number), stop_reason=PAGE_INTEGRITY), live)  # type: ignore[arg-type]
-    host._condemn(SimpleNamespace(request_id="stopped", stop_reason=None), live)  # type: ignore[arg-type]
-    assert len(host._condemned) == CONDEMNED_REMEMBERED and "stopped" not in host._condemned
+    for number in range(MISMATCHES_REMEMBERED + 5):
+        host._report.note_mismatch(SimpleNamespace(request_id=str(number), stop_reason=PAGE_INTEGRITY), live)  # type: ignore[arg-type]
+    host._report.note_mismatch(SimpleNamespace(request_id="stopped", stop_reason=None), live)  # type: ignore[arg-type]
+    assert len(host._report._mismatched) == MISMATCHES_REMEMBERED and "stopped" not in host._report._mismatched
 
 
 async def test_what_vllm_says_of_its_steps_is_summed_up(host: DecodeServer, controller: Controller) -> None:
