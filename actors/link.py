@@ -93,9 +93,13 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     frames: list[bytes]
 
 
+class EngineEnded(msgspec.Struct, frozen=True, tag=True):
+    """With all that was in it; the connection ends after this. One that ends without it says nothing of the engine."""
+
+
 Call = Prefill | Submit | Abort
 ToReplica = Call | Cancel
-ToFrontend = Answered | Failed | Outputs
+ToFrontend = Answered | Failed | Outputs | EngineEnded
 
 _encoder = msgspec.msgpack.Encoder()
 CHALLENGE = msgspec.msgpack.Decoder(Challenge)

@@ -96,6 +96,7 @@ class FrontendLinks:
         async with contextlib.aclosing(self._replica.outputs(frontend_id)) as outputs:
             async for frames in outputs:
                 link.send(writer, link.Outputs(frames) if frames else link.Welcome())
+        link.send(writer, link.EngineEnded())
 
     async def _take_calls(
         self,

@@ -139,7 +139,11 @@ class HostCalls:
             logger.exception("%s", call)
             writer.close()
             return
-        link.send(writer, reply)
+        try:
+            link.send(writer, reply)
+        except link.LinkError as error:
+            logger.error("a replica's answer: %s; connection closed", error)
+            writer.close()
 
     async def _perform(self, call: HostCall) -> Reply:
         transfer = self._transfer

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextvars import Context
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from actors import link
 from actors.engine.in_flight import EngineDied
@@ -18,6 +18,7 @@ from app.rpc.ports import ReplicaGone
 logger = logging.getLogger("pageferry.frontend")
 
 GREETING_S = 10.0
+VERDICT_S = 1.0  # in which Ray says that the process behind a connection that broke has died; else it lives
 
 
 class CallFailed(Exception):
@@ -106,13 +107,16 @@ class ReplicaLink:
             raise CallFailed(str(error)) from None
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        reason, died = "its connection has ended", True
+        reason, died = "its connection has ended", False
         try:
             while True:
                 message = await link.receive(reader, link.TO_FRONTEND)
                 if isinstance(message, link.Outputs):
                     self.outputs.put_nowait(message.frames)
                     continue
+                if isinstance(message, link.EngineEnded):
+                    reason, died = "its engine has ended", True
+                    return
                 future = self._calls.get(message.call_id)
                 if future is None or future.done():
                     continue  # its caller has left
@@ -122,9 +126,8 @@ class ReplicaLink:
                     future.set_result(message.prefilled)
         except link.LinkError as error:
             logger.error("replica %s: %s; connection closed", self.replica_id, error)
-            died = False
-        except (OSError, EOFError):
-            pass  # its process or its engine has ended
+        except (OSError, EOFError):  # its process has ended, or only this connection: `_watch` hears which, and ends all
+            await asyncio.sleep(VERDICT_S)
         finally:
             self.end(reason, died)
 
@@ -135,7 +138,7 @@ class ReplicaLink:
                 pass
         except Exception as error:
             logger.warning("replica %s: %r", self.replica_id, error)
-            reason, died = _why(error), True
+            reason, died = _why(error), not isinstance(error, ActorUnavailableError)
         finally:
             self.end(reason, died)
             await presence.aclose()

@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from actors import link
 from actors.engine.in_flight import ReplicaError
 from actors.engine.transfer_client import TransferClient
 from actors.messages import HandOver, Lease, Role, Seal, Verdict
 from actors.transfer.actor import KVTransfer
 from actors.transfer.channel import Hello
+from actors.transfer.host_calls import DropReader
 from actors.transfer.link import WorkerLink
 from actors.transfer.staging import StagingError
 from ops.engine_pair import FakeController, LocalHandle
@@ -152,3 +154,14 @@ async def test_the_socket_is_for_this_user_and_for_what_is_understood(node: Node
         writer.close()
     await node.transfer.close()
     assert not os.path.exists(path)
+
+
+async def test_a_replica_that_does_not_read_its_answers_loses_its_connection(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = await asyncio.open_unix_connection(node.transfer.hosts.path)
+    link.send(writer, DropReader(1, 9, 1, ENGINE))
+    monkeypatch.setattr(link, "UNREAD_BYTES_MAX", -1)  # nothing may be left unread: as if all were
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert all(task.exception() is None for task in node.transfer.hosts._tasks if task.done())
+    writer.close()

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from actors import link
 from actors.engine.frontend_links import FrontendLinks
@@ -57,7 +58,7 @@ class Pair:
     def __init__(self, sends_outputs: bool) -> None:
         self.replica = Replica()
         self.links = FrontendLinks(self.replica, "127.0.0.1", sends_outputs)
-        self.leave = asyncio.Event()
+        self.leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: list[str] = []
         self.front = ReplicaLink("d", lambda ended: self.ended.append(ended.reason))
 
@@ -66,9 +67,12 @@ class Pair:
         address = await self.links.invite("f")
         try:
             yield address
-            await self.leave.wait()
+            await asyncio.shield(self.leave)
         finally:
             self.links.end(address.invitation)
+
+    def break_off(self, error: Exception) -> None:
+        self.leave.set_exception(error)
 
 
 @pytest.fixture(params=[True, False], ids=["decode", "prefill"])
@@ -118,8 +122,22 @@ async def test_outputs_come_in_order() -> None:
         assert [await pair.front.outputs.get() for _ in range(100)] == [[b"%d" % n] for n in range(100)]
         pair.replica.queue.put_nowait(None)  # the engine has failed
         assert await pair.front.outputs.get() is None
-    assert pair.ended == ["its connection has ended"]
+    assert pair.ended == ["its engine has ended"] and pair.front.died
     pair.links.close()
+
+
+@pytest.mark.parametrize("cause", ["the connection", "the process", "the process, unreachable"])
+async def test_a_connection_that_breaks_is_no_death_unless_ray_says_so(pair: Pair, cause: str) -> None:
+    call = asyncio.ensure_future(pair.front.call(lambda n: link.Prefill(n, TICKET, [])))
+    await eventually(lambda: pair.replica.heard)
+    if cause != "the connection":
+        kind = ActorUnavailableError if "unreachable" in cause else ActorDiedError
+        error = kind("away", None) if kind is ActorUnavailableError else kind()
+        asyncio.get_running_loop().call_later(0.05, pair.break_off, error)
+    pair.links.close()
+    with pytest.raises(ReplicaGone) as gone:
+        await asyncio.wait_for(call, 10)
+    assert gone.value.died == (cause == "the process")
 
 
 @pytest.mark.parametrize("who", ["frontend", "replica", "presence"])
@@ -131,7 +149,7 @@ async def test_the_end_of_either_side_ends_all(pair: Pair, who: str) -> None:
     elif who == "replica":
         pair.links.close()
     else:
-        pair.leave.set()
+        pair.leave.set_result(None)
     with pytest.raises(ReplicaGone):
         await asyncio.wait_for(call, 10)
     await eventually(lambda: "prefill cancelled" in pair.replica.heard and not pair.links._links)
