@@ -19,16 +19,16 @@ def build(plan: Plan, arm: str, port: int) -> SystemSpec:
     overrides = [*plan.set, *(override for change in changes for override in change.set)]
     spec = ClusterSpec.load(plan.config, parse_overrides(overrides))
     system, engines = next(((c.system, c.engines) for c in changes if c.system), (plan.system, 2))
-    kv = spec.pools.decode.kv_dtype
+    kv, threads = spec.pools.decode.kv_dtype, next((c.threads for c in changes if c.threads), plan.threads)
     match system:
         case "pageferry":
-            made = systems.ours(spec, plan.config, overrides, port, plan.threads)
+            made = systems.ours(spec, plan.config, overrides, port, threads)
         case "ray-llm":
-            made = systems.ray_llm(spec, port, kv, plan.threads)
+            made = systems.ray_llm(spec, port, kv, threads)
         case "vllm":
-            made = systems.plain_vllm(_of_decode(spec), port, kv, plan.threads)
+            made = systems.plain_vllm(_of_decode(spec), port, kv, threads)
         case _:
-            made = _routed(_of_decode(spec), port, kv, plan.threads, engines)
+            made = _routed(_of_decode(spec), port, kv, threads, engines)
     return replace(made, name=arm)
 
 

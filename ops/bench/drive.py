@@ -16,8 +16,10 @@ import httpx
 
 from ops.bench import load as client
 from ops.bench.load import Answer
-from ops.bench.plan import AnyLoad, Closed, Objective, PlanError, Poisson, Prompts, Ramp, Replay
+from ops.bench.plan import AnyLoad, Beside, Closed, Objective, PlanError, Poisson, Prompts, Ramp, Replay
 from ops.bench.prompts import WORDS
+
+BESIDE_AFTER_S = 1.0  # streams have their first tokens by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,13 @@ class Sent:
 @dataclass(slots=True)
 class Outcome:
     """One load in one round. `goodput` and `largest`: of a ramp only, requests a second within the objective and
-    the concurrency that gave them (0: not even the smallest)."""
+    the concurrency that gave them (0: not even the smallest). `beside`: what came beside it, a row of its own."""
 
     seconds: float
     sent: list[Sent] = field(default_factory=list)
     goodput: float | None = None
     largest: int | None = None
+    beside: Outcome | None = None
 
 
 def vocabulary(tokenizer: Any) -> list[int]:
@@ -65,6 +68,8 @@ def sessions(load: AnyLoad, words: Sequence[int], seed: int, label: str, count: 
         return _replayed(load, words, seed, label)
     if isinstance(load, Closed | Poisson):
         count = load.requests
+    elif isinstance(load, Beside):
+        count = load.concurrency
     rng, made, at_s = _rng(seed, label, load.name), [], 0.0
     for index in range(count or 1):
         if isinstance(load, Poisson):
@@ -131,6 +136,8 @@ async def run(target: Target, load: AnyLoad, words: Sequence[int], seed: int, la
     made = sessions(load, words, seed, label)
     if isinstance(load, Closed):
         return await _closed(target, made, load.concurrency)
+    if isinstance(load, Beside):
+        return await _beside(target, load, made, words, _rng(seed, label, load.name, "long"))
     return await _timed(target, made)
 
 
@@ -145,6 +152,21 @@ async def _closed(target: Target, made: Sequence[Session], concurrency: int) -> 
     began = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(concurrency)))
     return _outcome(began, found)
+
+
+async def _beside(
+    target: Target, load: Beside, made: Sequence[Session], words: Sequence[int], rng: random.Random
+) -> Outcome:
+    long: list[Sent] = []
+    began = time.perf_counter()
+    streams = asyncio.ensure_future(_closed(target, made, load.concurrency))
+    await asyncio.wait((streams,), timeout=BESIDE_AFTER_S)
+    while not streams.done():
+        session = Session((tuple(rng.choices(words, k=load.long_tokens)),), load.long_output_tokens)
+        long += await target.talk(session, len(long))
+    outcome = await streams
+    outcome.beside = _outcome(began, long)
+    return outcome
 
 
 async def _timed(target: Target, made: Sequence[Session]) -> Outcome:

@@ -80,6 +80,7 @@ FIGURES = (
     Figure("retries", "retries", "", 1.0, None, lambda row: float(sum(r["retries"] for r in row["requests"]))),
     Figure("memory_gib", "memory of the system", "GiB", 1.0, None, _told("memory_gib")),
     Figure("host_gib", "memory of the host", "GiB", 1.0, None, _told("host_gib")),
+    Figure("held", "requests in decode at once, most", "", 1.0, None, _told("held")),
     Figure("kv_occupancy", "KV occupancy, peak", "%", 100.0, None, _told("kv_occupancy")),
     Figure("preemptions", "preemptions", "", 1.0, None, _told("preemptions")),
     Figure("tokens_moved", "prompt tokens handed over", "", 1.0, None, _told("tokens_moved")),

@@ -54,6 +54,15 @@ class Load(Strict):
     prompts: Prompts = Prompts()
     output_tokens: PositiveInt = 32
 
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the rows that it gives."""
+        return (self.name,)
+
 
 class Closed(Load):
     """Keeps `concurrency` sessions running until `requests` sessions have ended."""
@@ -124,7 +133,25 @@ class Replay(Load):
         return f"replay {self.trace.stem}"
 
 
-AnyLoad = Annotated[Closed | Poisson | Ramp | Replay, Field(discriminator="kind")]
+class Beside(Load):
+    """`concurrency` streams run; a second after they began, prompts of `long_tokens` come one after another for as long
+    as a stream runs. Two rows: the streams', and the long prompts' (whose answers have `long_output_tokens`)."""
+
+    kind: Literal["beside"]
+    concurrency: PositiveInt
+    long_tokens: PositiveInt = 3000
+    long_output_tokens: PositiveInt = 4
+
+    @property
+    def name(self) -> str:
+        return f"{self.concurrency} streams beside prompts of {self.long_tokens}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, f"prompts of {self.long_tokens} beside {self.concurrency} streams")
+
+
+AnyLoad = Annotated[Closed | Poisson | Ramp | Replay | Beside, Field(discriminator="kind")]
 
 
 class Change(Strict):
@@ -132,6 +159,7 @@ class Change(Strict):
 
     system: System | None = None
     engines: PositiveInt = 2  # of system router
+    threads: PositiveInt | None = None  # instead of the plan's
     set: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -149,6 +177,13 @@ class PublishedRow(Strict):
     arm: str
     load: str
     figure: str
+
+
+class Panel(Strict):
+    """Of the page's picture: a figure by arm and load. No loads: all."""
+
+    figure: str
+    loads: tuple[str, ...] = ()
 
 
 class Plan(Strict):
@@ -174,6 +209,7 @@ class Plan(Strict):
     margin: float = Field(
         default=0.05, gt=0, lt=1
     )  # a difference below this is called equal when the interval lies inside
+    picture: tuple[Panel, ...] = (Panel(figure="tokens_per_s"), Panel(figure="ttft_p95"), Panel(figure="gap_p99"))
     published: tuple[PublishedRow, ...] = ()
     shows: str = ""  # in words, what a run on this kind of machine can show of the published claim
     cannot_show: str = ""
@@ -182,7 +218,7 @@ class Plan(Strict):
     def _one_factor_then_combined(self) -> Self:
         if self.arms[0] != ():
             raise ValueError("the first arm must be [] (the baseline): the others are compared with it")
-        known = [load.name for load in self.loads]
+        known = [name for load in self.loads for name in load.names]
         if len(set(known)) != len(known):
             raise ValueError(f"two loads are the same: {'; '.join(known)}")
         for row in self.published:
@@ -190,6 +226,8 @@ class Plan(Strict):
                 raise ValueError(
                     f"published row {row.what!r}: arms are {', '.join(self.names)}; loads {'; '.join(known)}"
                 )
+        if strange := {load for panel in self.picture for load in panel.loads} - set(known):
+            raise ValueError(f"picture: loads are {'; '.join(known)}; not {'; '.join(sorted(strange))}")
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"two arms are the same: {', '.join(self.names)}")
         for arm in self.arms:
@@ -268,6 +306,8 @@ def smaller(plan: Plan) -> Plan:
             return load.model_copy(update={"requests": max(slots, load.requests // 4, 2)})
         if isinstance(load, Ramp):
             return load.model_copy(update={"requests_per_slot": 1, "most": min(load.most, 4)})
+        if isinstance(load, Beside):
+            return load.model_copy(update={"output_tokens": max(8, load.output_tokens // 4)})
         return load
 
     return plan.model_copy(update={"rounds": min(plan.rounds, 2), "loads": tuple(less(load) for load in plan.loads)})

@@ -20,7 +20,7 @@ from markdown_it import MarkdownIt
 
 from cluster.json_output import print_json
 from cluster.quality import content_sha256
-from ops.bench import drive, facts, figures, noise, power, stats
+from ops.bench import drive, facts, figures, noise, picture, power, stats
 from ops.bench.figures import FIGURES, Raw
 from ops.bench.plan import AGAIN, BASELINE, Plan
 from ops.bench.rounds import Visit, breaches
@@ -72,7 +72,7 @@ def results(
         "model_sha256": content_sha256(Path(model)) if (Path(model) / "config.json").is_file() else model,
         "prompts_sha256": hashlib.sha256("".join(prompts).encode()).hexdigest()[:16],
         "arms": {s.name: {"title": s.title, "argv": list(s.argv), "environment": s.environment} for s in specs},
-        "loads": {load.name: load.model_dump(mode="json") for load in plan.loads},
+        "loads": {name: load.model_dump(mode="json") for load in plan.loads for name in load.names},
         "breaches": breaches(visits),
         "visits": [asdict(visit) for visit in visits],
     }
@@ -88,8 +88,8 @@ def red_gates(files: Sequence[Raw]) -> list[str]:
     return found
 
 
-def markdown(files: Sequence[Raw], plots: bool = False) -> str:
-    """The page. With `plots`, `@@PLOT n@@` stands where the n-th benchmark's picture goes."""
+def markdown(files: Sequence[Raw], plots: Sequence[str] = ()) -> str:
+    """The page; `plots[n]` stands where the n-th benchmark's picture goes."""
     red = red_gates(files)
     lines = ["# Report", ""]
     if red:
@@ -100,7 +100,7 @@ def markdown(files: Sequence[Raw], plots: bool = False) -> str:
         if raw["format"] == EVAL_FORMAT:
             lines += _accuracy(raw)
         elif not red:
-            lines += benchmark(raw, f"@@PLOT {number}@@" if plots else "")
+            lines += benchmark(raw, plots[number] if plots else "")
     return "\n".join(lines) + "\n"
 
 
@@ -199,11 +199,11 @@ def _accuracy(raw: Raw) -> list[str]:
 
 def html(files: Sequence[Raw]) -> str:
     """One file with everything inside: no script, no address elsewhere."""
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown(files, plots=True))
-    for number, raw in enumerate(files):
-        mark = f"<p>@@PLOT {number}@@</p>"
-        if mark in body:
-            body = body.replace(mark, plot(raw))
+    marks = [f"@@PLOT {number}@@" for number in range(len(files))]
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown(files, marks))
+    for mark, raw in zip(marks, files):
+        if f"<p>{mark}</p>" in body:
+            body = body.replace(f"<p>{mark}</p>", plot(raw))
     return PAGE.format(title="pageferry report", body=body)
 
 
@@ -233,6 +233,17 @@ def plot(raw: Raw) -> str:
     figure.savefig(out, format="svg", metadata={"Date": None})
     pyplot.close(figure)
     return out.getvalue()[out.getvalue().index("<svg") :]
+
+
+def pictures(files: Sequence[Raw], out: Path) -> list[str]:
+    """Draws each benchmark's figures beside the page `out`, and returns what the page says in their place."""
+    names = []
+    for number, raw in enumerate(files):
+        name = f"{out.stem}{f'-{number + 1}' if number else ''}.png"
+        if raw["format"] == FORMAT:
+            picture.plan(raw, out.with_name(name))
+        names.append(f"![{raw['name']}]({name})")
+    return names
 
 
 def find(store: Path, what: str) -> Path:
@@ -303,7 +314,7 @@ def main(argv: list[str]) -> int:
     text = markdown(files)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.with_suffix(".md").write_text(text)
+        args.out.with_suffix(".md").write_text(markdown(files, [] if red_gates(files) else pictures(files, args.out)))
         args.out.with_suffix(".html").write_text(html(files))
     if args.json:
         shown = [] if red_gates(files) else [figures.build(raw) for raw in files if raw["format"] == FORMAT]

@@ -25,7 +25,7 @@ from ops.bench.plan import AnyLoad, Plan
 from ops.bench.systems import Running, Say, StartError, SystemSpec
 
 GATE_PROMPTS, GATE_TOKENS, GATE_PROMPT_TOKENS = 4, 16, 97
-SAMPLE_EVERY_S = 2.0
+SAMPLE_EVERY_S = 1.0
 READY_TIMEOUT_S = 180.0
 
 
@@ -136,17 +136,20 @@ async def _measure(
         if arm.spec.hands_over:
             await asyncio.sleep(1.5)  # replicas and transfer actors report twice a second
         await sampler.look()
-        made.loads[each.name] = {
-            "seconds": outcome.seconds,
-            "goodput": outcome.goodput,
-            "largest": outcome.largest,
-            "foreign_cpu": foreign,
-            **await sampler.report(),
-            "requests": [_raw(sent) for sent in outcome.sent],
-        }
-        where = f"{made.arm}, round {made.round + 1}, {each.name}"
-        for sent in outcome.sent:
-            made.breaches += gate.answer_breaches(where, [sent.answer], sent.prompt_tokens, sent.output_tokens)
+        sampled = await sampler.report()
+        for name, row in zip(each.names, (outcome, outcome.beside)):
+            assert row is not None
+            made.loads[name] = {
+                "seconds": row.seconds,
+                "goodput": row.goodput,
+                "largest": row.largest,
+                "foreign_cpu": foreign,
+                **sampled,
+                "requests": [_raw(sent) for sent in row.sent],
+            }
+            where = f"{made.arm}, round {made.round + 1}, {name}"
+            for sent in row.sent:
+                made.breaches += gate.answer_breaches(where, [sent.answer], sent.prompt_tokens, sent.output_tokens)
 
 
 def _raw(sent: drive.Sent) -> dict[str, Any]:
@@ -211,6 +214,7 @@ class Sampler:
     def __init__(self, arm: Arm) -> None:
         self._arm, self._first, self._last = arm, {}, {}  # type: Arm, dict[str, float], dict[str, float]
         self._kv: list[float] = []
+        self._held: list[float] = []
         self._host: list[float] = []
 
     async def watch(self) -> None:
@@ -221,11 +225,12 @@ class Sampler:
     async def look(self) -> None:
         self._host.append(host_used_gib())
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
-            counters, kv = await (self._ours() if self._arm.spec.hands_over else self._plain())
+            counters, kv, held = await (self._ours() if self._arm.spec.hands_over else self._plain())
             self._first, self._last = self._first or counters, counters
             self._kv += kv
+            self._held += held
 
-    async def _ours(self) -> tuple[dict[str, float], list[float]]:
+    async def _ours(self) -> tuple[dict[str, float], list[float], list[float]]:
         tree = (await self._arm.target.http.get(f"{self._arm.spec.url}/status")).raise_for_status().json()
         replicas = [r for pool in tree["pools"].values() for r in pool["replicas"]]
         decode = tree["pools"]["decode"]["replicas"]
@@ -234,14 +239,16 @@ class Sampler:
             "tokens_recomputed": float(tree["ferry"]["tokens_recomputed"]),
             "tokens_moved": float(tree["ferry"]["tokens_moved"]),
         }
-        return counters, [r["blocks_held"] / r["blocks_total"] for r in decode if r["blocks_total"]]
+        kv = [r["blocks_held"] / r["blocks_total"] for r in decode if r["blocks_total"]]
+        return counters, kv, [float(sum(r["running"] for r in decode))]
 
-    async def _plain(self) -> tuple[dict[str, float], list[float]]:
+    async def _plain(self) -> tuple[dict[str, float], list[float], list[float]]:
         text = (await self._arm.target.http.get(f"{self._arm.spec.url}/metrics")).raise_for_status().text
         found = {name: float(value) for name, value in re.findall(r"^(vllm:\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE)}
         kv = [found["vllm:kv_cache_usage_perc"]] if "vllm:kv_cache_usage_perc" in found else []
         counters = {"preemptions": found["vllm:num_preemptions_total"]} if "vllm:num_preemptions_total" in found else {}
-        return counters, kv
+        held = [found["vllm:num_requests_running"]] if "vllm:num_requests_running" in found else []
+        return counters, kv, held
 
     async def report(self) -> dict[str, float | None]:
         def grown(name: str) -> float | None:
@@ -251,6 +258,7 @@ class Sampler:
             "memory_gib": await asyncio.to_thread(self._arm.running.memory_gib),
             "host_gib": max(self._host),
             "kv_occupancy": max(self._kv, default=None),
+            "held": max(self._held, default=None),
             **{name: grown(name) for name in ("preemptions", "tokens_recomputed", "tokens_moved")},
         }
 

@@ -258,16 +258,20 @@ class Running:
         except OSError:
             return ""
 
-    def memory_gib(self) -> float:
-        """Proportional memory of all its processes, GiB: shared pages are counted once."""
-        total = 0
+    def memory_mib(self) -> dict[int, float]:
+        """Proportional memory of each process, MiB, by process id: shared pages are counted once."""
+        found = {}
         for pid in marked(self._mark, MARK):
             try:
                 lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
             except OSError:
                 continue
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-        return total / (1 << 20)
+            found[pid] = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+        return found
+
+    def memory_gib(self) -> float:
+        """Of all its processes."""
+        return sum(self.memory_mib().values()) / 1024
 
     def usage(self) -> dict[int, Usage]:
         """What each process that lives now has used so far, by process id."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ops.bench import belief, flood, flood_report, pages, side_by_side
+from ops.bench import belief, facts, flood, flood_report, growth, pages, side_by_side
 
 
 def look(at_s: float, draining: int = 0, tickets: int = 0, target: int = 2) -> dict[str, Any]:
@@ -64,3 +64,26 @@ def test_a_page_names_command_commit_and_raw_file() -> None:
         "A title", "python -m x --y", ["a1b2c3d4e5f6", "a1b2c3d4e5f6"], Path("raw.jsonl"), "Why.", "| t |"
     )
     assert re.search(r"`python -m x --y`.* commit a1b2c3d4e5f6;.*Raw data: `raw.jsonl`", text)
+
+
+def test_growth_is_shown_by_process_and_load(tmp_path: Path) -> None:
+    def row(frontends: int, concurrency: int, number: int, cpu_ms: float, left: int = 0) -> dict[str, Any]:
+        said = {"requests": 16, "errors": [], "seconds": 2.0, "ttft_s": [0.1, 0.3], "in_flight_most": concurrency}
+        spent = {"replica Frontend": cpu_ms, "our controller": 1.0} | ({"raylet": 0.1} if number else {})
+        return {
+            "frontends": frontends,
+            "concurrency": concurrency,
+            "pass": number,
+            "left": left,
+            "foreign_cpu": 0.0,
+        } | (said | {"cpu_ms_a_request": spent, "memory_mib": {"replica Frontend": 300.0}})
+
+    rows = [row(n, c, p, 10.0 * n + p, left=c == 64) for n in (1, 3) for c in (1, 64) for p in range(2)]
+    assert growth.series(rows, 1, "cpu_ms_a_request") == (
+        [1, 64], {"replica Frontend": [10.5, 10.5], "our controller": [1.0, 1.0], "raylet": [0.05, 0.05]}
+    )  # fmt: skip
+    made = {"command": "c", "commit": "a1", "rows": rows, **facts.gather([])}
+    growth.write(tmp_path / "growth.json", made)
+    text = (tmp_path / "growth.md").read_text()
+    assert "| 3 | 64 | 8.0 | 200 | 300 | 64 | 2 | 0 |" in text and "| replica Frontend | 30.5 | 30.5 |" in text
+    assert (tmp_path / "growth.png").stat().st_size > 10_000 and "raylet" not in text

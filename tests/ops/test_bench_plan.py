@@ -170,17 +170,22 @@ LOADS = [
     {"kind": "ramp", "objective": {"ttft_s": 1e-6, "tpot_s": 2.0}, "most": 4, "output_tokens": 2},
     {**CLOSED, "requests": 2, "output_tokens": 3, "prompts": {"tokens": 9, "turns": 3, "turn_tokens": 4}},
     {"kind": "replay", "trace": "trace.jsonl", "speed": 10.0},
+    {"kind": "beside", "concurrency": 2, "output_tokens": 100, "long_tokens": 50, "prompts": {"tokens": 9}},
 ]  # fmt: skip
 
 
-async def test_every_load_does_what_it_says(tmp_path: Path) -> None:
+async def test_every_load_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "BESIDE_AFTER_S", 0.05)
     (tmp_path / "trace.jsonl").write_text('{"at_s": 0, "prompt_tokens": 5, "output_tokens": 2}\n' * 2)
     file = tmp_path / "plan.yaml"
     file.write_text(yaml.safe_dump({**TREE, "arms": [[]], "again": False, "rounds": 1, "loads": LOADS}))
     of = plan.read(str(file))
     found = await results(tmp_path, of, [server("baseline")])
     assert found["breaches"] == []
-    poisson, ramp, missed, chat, replay = found["visits"][0]["loads"].values()
+    poisson, ramp, missed, chat, replay, streams, long = found["visits"][0]["loads"].values()
+    assert [r["output_tokens"] for r in streams["requests"]] == [100] * 2 and streams["held"] == long["held"] == 7
+    assert {(r["prompt_tokens"], r["output_tokens"]) for r in long["requests"]} == {(50, 4)}
+    assert len(long["requests"]) >= 2 and streams["seconds"] < long["seconds"] + 0.05, "one after another, to the end"
     assert len(poisson["requests"]) == 6 and len(replay["requests"]) == 2
     assert ramp["largest"] == 4 and ramp["goodput"] > 0 and len(ramp["requests"]) == 1 + 2 + 4
     assert (missed["largest"], missed["goodput"], len(missed["requests"])) == (0, 0.0, 4)

@@ -53,6 +53,7 @@ async def models(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     return PlainTextResponse(
         f'vllm:num_preemptions_total{{engine="0"}} {next(asked)}.0\nvllm:kv_cache_usage_perc{{engine="0"}} 0.25\n'
+        'vllm:num_requests_running{engine="0"} 7.0\n'
     )
 
 
