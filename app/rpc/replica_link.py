@@ -126,7 +126,7 @@ class ReplicaLink:
                     future.set_result(message.prefilled)
         except link.LinkError as error:
             logger.error("replica %s: %s; connection closed", self.replica_id, error)
-        except (OSError, EOFError):  # its process has ended, or only this connection: `_watch` hears which, and ends all
+        except (OSError, EOFError):  # its process, or only this connection: `_watch` may hear which
             await asyncio.sleep(VERDICT_S)
         finally:
             self.end(reason, died)
