@@ -71,7 +71,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for that call any more."""
+    """The caller does not wait for that call any more."""
 
     call_id: int
 

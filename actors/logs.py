@@ -1,6 +1,6 @@
 """Every process of the service logs as Ray Serve does: same files, same format, JSON where Serve logs JSON.
 
-Our loggers are all below `pageferry`; in a process that Serve has not set up nobody would listen to them.
+Our loggers are all below `pageferry`; in a process that Serve has not set up no handler would take them.
 """
 
 from __future__ import annotations

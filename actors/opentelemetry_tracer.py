@@ -27,7 +27,7 @@ def _context(traceparent: str, tracestate: str = "") -> Context:
 
 
 class OpenTelemetryTracer(Tracer):
-    """Spans are sent from a thread, in batches; when the collector is away they are dropped, and nobody waits."""
+    """Spans are sent from a thread, in batches; when the collector is away they are dropped, and no request waits."""
 
     def __init__(self, spec: TracingSpec, service: str, instance: str) -> None:
         names = {"service.name": f"pageferry-{service}", "service.instance.id": instance}

@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     name, rest = args[0], args[1:]
     try:
         return json_output.run(lambda more: int(importlib.import_module(COMMANDS[name].module).main(more)), rest)
-    except BrokenPipeError:  # as with `| head`: whoever reads our output has left
+    except BrokenPipeError:  # as with `| head`: the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more at exit
         return 1
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """The Serve ingress. A frontend has no engine: it admits, tokenises, detokenises and streams; there can be many.
 
-vLLM is imported when a replica starts, not when this module is: whoever deploys the application needs no engine.
+vLLM is imported when a replica starts, not when this module is: a process that deploys the application needs no engine.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from typing import Any
 
 from cluster.metrics import FRONTEND, GAP_BOUNDS, TENANT, Emitter
 
-TENANTS_MAX = 50  # labels; whoever comes after them is counted as OTHER, as are callers without a tenant
+TENANTS_MAX = 50  # labels; tenants beyond them are counted as OTHER, as are callers without a tenant
 OTHER = "other"
 
 
 class FrontendMetrics(Emitter):
-    """`tenants`: those with keys now. Whoever comes later has a label of its own too, while there are not too many."""
+    """`tenants`: those with keys now. A later one has a label of its own too, while there are not too many."""
 
     def __init__(self, backend: Any, application: str = "", tenants: Iterable[str] = ()) -> None:
         super().__init__(backend, application=application)

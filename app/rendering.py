@@ -74,7 +74,7 @@ def _application(spec: ClusterSpec, name: str, route_prefix: str) -> dict[str, A
 
 
 def rayservice(spec: ClusterSpec, target: Target) -> dict[str, Any]:
-    """A KubeRay RayService, v1. In a pod the loopback address is nobody's: `frontend.host` becomes 0.0.0.0."""
+    """A KubeRay RayService, v1. In a pod the loopback address reaches no client: `frontend.host` becomes 0.0.0.0."""
     open_spec = spec.model_copy(update={"frontend": spec.frontend.model_copy(update={"host": "0.0.0.0"})})
     open_spec = ClusterSpec.parse(open_spec.model_dump(mode="json", exclude_unset=True))
     return {

@@ -49,7 +49,7 @@ ONLY = {
     "ec_transfer_config": (None, _OWN_CONNECTOR),
 }
 
-# What decides which token is drawn and what is told of it. Prefill draws the first token for decode.
+# What decides which token is drawn and what is said of it. Prefill draws the first token for decode.
 SAMPLING = ("logits_processors", "logprobs_mode", "max_logprobs", "return_sampling_mask", "watermark_config")
 
 

@@ -26,7 +26,7 @@ KINDS: dict[str, Kind] = {
     "table_own_page": Kind("tags", "worker", True, "a block table entry names another page of the same request"),
     "page_freed_and_taken": Kind("tags", "scheduler", True, "a page is freed early and another request takes it"),
     "stale_tag": Kind("tags", "worker", False, "a page's tag is an earlier one"),
-    "tag_bumped": Kind("tags", "worker", False, "a page's tag is one that nobody was given"),
+    "tag_bumped": Kind("tags", "worker", False, "a page's tag is one that no request was given"),
     "late_landing": Kind("lives", "worker", True, "an aborted request's pages land after they were given to another"),
     "replayed_page": Kind("seals", "worker", True, "staging holds a page of an earlier ticket"),
     "bit_flip": Kind("seals", "worker", True, "one bit of a page in staging is turned over"),

@@ -32,7 +32,7 @@ def reserved_stdout() -> Iterator[None]:
         yield
         return
     before = sys.stdout
-    if not _is_descriptor_one(before):  # replaced by somebody who wants the answer there
+    if not _is_descriptor_one(before):  # replaced by a caller that wants the answer there
         _answers.append(before)
         sys.stdout = sys.stderr
         try:

@@ -2,7 +2,7 @@
 
 A compressed checkpoint is unjudged until `pageferry compress --evaluate` has compared its distributions with the
 original's on a text. The file names the bytes it speaks of; when they change, it speaks of nothing. Standard library
-only, so that whoever starts a service can read it at no cost.
+only, so that a service that starts can read it at no cost.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ class PoorQuality(ValueError):
 def check_quality(spec: ClusterSpec, pool: str) -> str:
     """What a service says at its start about the checkpoint of `pool` ("prefill" or "decode"); "" if nothing.
 
-    A verdict is looked for where somebody has compressed: in a pool's own `weights`, and in `model.path` when it holds
+    A verdict is looked for in what may be compressed: a pool's own `weights`, and `model.path` when it holds
     the file. (A model that its makers published quantised is its own original.) Raises `PoorQuality` by the pool's
     `weights_quality`: "check" refuses a checkpoint that was found bad or whose file cannot be read, "require" also one
-    that nobody has judged or given bounds, "ignore" none. A checkpoint that is not a folder on this machine is not
+    without a verdict or bounds, "ignore" none. A checkpoint that is not a folder on this machine is not
     judged here; its replicas look again where they run.
     """
     settings: PoolSpec = getattr(spec.pools, pool)

@@ -61,8 +61,8 @@ class PoolSpec(Section):
     weights: str | None = Field(default=None, description="checkpoint of this pool; default: model.path")
     weights_quality: Literal["require", "check", "ignore"] = Field(
         default="check",
-        description="of a compressed checkpoint at start. check: refuse one that was found bad, warn of one nobody has "
-        "judged; require: refuse both; ignore: serve anything",
+        description="of a compressed checkpoint at start. check: refuse one that was found bad, warn of one without a "
+        "verdict; require: refuse both; ignore: serve anything",
     )
     block_tokens: int = Field(default=32, ge=1, description="tokens a page; the same in both pools")
     max_num_seqs: int = Field(default=32, ge=1)
@@ -159,7 +159,7 @@ class PoolsSpec(Section):
 
 class TransferSpec(Section):
     staging_bytes_max: int = Field(default=1 << 30, ge=1 << 20, description="staging memory a node, bytes")
-    lease_s: float = Field(default=60.0, gt=0, description="staging is given back after this if nobody came for it")
+    lease_s: float = Field(default=60.0, gt=0, description="staging is given back after this if no reader came for it")
     hand_over_s: float = Field(
         default=30.0,
         gt=0,

@@ -38,7 +38,7 @@ from kernels.cpu_primitives import expanded_keys
 from kernels.layout import DS_MLA_ROW_BYTES, PageDtype, PageLayout, PageOrder, Rounding
 
 STREAM_MIN_BYTES = 1 << 20
-"""Calls that write at least this much write past the cache; less is better found there by whoever reads it next. As
+"""Calls that write at least this much write past the cache; less is better kept there for its next reader. As
 much is worth the wake-up of another thread."""
 
 _KEYS = expanded_keys()

@@ -18,8 +18,8 @@ the keys, plus 2^-64 for the mixing of 128 bits to 64 (taken as a random functio
 number, so moved, swapped and permuted bytes are different pages; two seeds that differ in one field are never equal
 (every step of 1. is a bijection), and with several fields different they are with 2^-64.
 
-What it is not: a MAC. The keys are public constants, so whoever wants a collision can compute one. It finds wrong,
-stale, torn, moved and permuted bytes, not forgeries; a road that an attacker can write to needs TLS.
+What it is not: a MAC. The keys are public constants, so an attacker can compute a collision. It finds wrong,
+stale, torn, moved and permuted bytes, not forgeries; a connection that an attacker can write to needs TLS.
 
 One pass, no order between blocks, 32 x 32 -> 64 bit products only: the same bits from torch, numba and Triton.
 """

@@ -99,7 +99,7 @@ class FakeController:
         self.sealed: dict[tuple[int, int], asyncio.Future[Sealed]] = {}
         self.opened: dict[tuple[int, int], Opened] = {}
         self.lost: dict[tuple[int, int], str] = {}
-        self.unawaited: set[tuple[int, int]] = set()  # proofs that came when nobody waited any more
+        self.unawaited: set[tuple[int, int]] = set()  # seals that came when they were not waited for any more
         self.joined: dict[str, Announcement] = {}
         self.heartbeats: dict[str, ReplicaHeartbeat] = {}
         self.staging: StagingStatus | None = None
@@ -214,7 +214,7 @@ class EnginePair:
                         queue.put_nowait(output)
 
     def num_unread(self, request_id: str) -> int:
-        """Outputs that decode has sent for the request and nobody has taken yet."""
+        """Outputs that decode has sent for the request and that are not taken yet."""
         queue = self._queues.get(request_id)
         return queue.qsize() if queue is not None else 0
 
@@ -249,7 +249,7 @@ class EnginePair:
     async def seal(
         self, ticket: Ticket, prompt: list[int], cache_salt: str | None = None
     ) -> tuple[HandOver, PrefillDone]:
-        """Prefills and seals; the proof comes back by its own road."""
+        """Prefills and seals; the seal comes back by its own path."""
         from vllm.sampling_params import SamplingParams
 
         assert self.prefill is not None

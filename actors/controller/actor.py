@@ -108,7 +108,7 @@ class Controller:
     async def calls(
         self, client: Client, batch: list[tuple[int, Request[Any] | None]]
     ) -> tuple[int, list[tuple[int, Any]]]:
-        """Many messages, each with a number of its client's; None: nobody waits for that number any more.
+        """Many messages, each with a number of its client's; None: no caller waits for that number any more.
 
         Returns this life's number and (number, answer) of all that are answered; the others come by `answers`.
         """
@@ -261,7 +261,7 @@ class Controller:
     def _end_when_alone(self) -> None:
         """Serve asks for the pools' sizes while the application exists, and its processes say that they live."""
         if time.monotonic() - self._heard_at > ALONE_S:
-            logger.info("nobody was heard for %g s: the application is gone, and the controller ends", ALONE_S)
+            logger.info("no process was heard for %g s: the application is gone, and the controller ends", ALONE_S)
             ray.kill(ray.get_runtime_context().current_actor)
 
     # -- processes

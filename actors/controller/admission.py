@@ -181,7 +181,7 @@ class Admission(ControllerState):
             self._full_ns, self._full = now_ns, None if Short.STAGING in shorts else (shorts, *self._freed(shorts))
 
     def _freed(self, shorts: frozenset[Short]) -> tuple[int, int, int]:
-        """Changes whenever somebody may find room who lacked `shorts`."""
+        """Changes whenever a request that lacked `shorts` may find room."""
         prefill = self.selector.prefill_freed if Short.PREFILL in shorts else 0
         return self.queue.num_left, self.selector.decode_freed, prefill
 
@@ -209,7 +209,7 @@ class Admission(ControllerState):
                 num_behind += 1
                 if num_behind == BACKFILL_MAX:
                     break
-            elif placed is not None and placed is not Short.REPLICA:  # what no replica here can take delays nobody
+            elif placed is not None and placed is not Short.REPLICA:  # what no replica here can take delays no other
                 hold = self.selector.hold_for(waiting.request, placed, waiting.generation, now_ns)
         return frozenset(shorts)
 
@@ -289,7 +289,7 @@ class Admission(ControllerState):
     # -- the queue's bound and forecast
 
     def _bound_queue(self, newest: Waiting, now_ns: int) -> None:
-        """Whoever has to leave for the newest, or cannot be served in time, is told so now."""
+        """Refuses now what has to leave for the newest, or cannot be served in time."""
         surplus = self.queue.surplus(newest, self.selector.has_pool)
         if surplus is not None:
             self._refuse(surplus, f"{len(self.queue) - 1} requests wait already", self._next_start_ns(now_ns), now_ns)

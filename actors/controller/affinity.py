@@ -128,7 +128,7 @@ class PrefixIndex(Tracked):
         self._evicted[replica_id] = max(used, self._evicted.get(replica_id, 0))
 
     def longest(self, hashes: tuple[int, ...]) -> tuple[int, tuple[ReplicaId, ...]]:
-        """Pages of the longest known prefix, and who holds it (latest first); (0, ()) when nobody does."""
+        """Pages of the longest known prefix, and who holds it (latest first); (0, ()) when no replica does."""
         marks = landmarks(len(hashes))
         low, high = 0, len(marks)  # a known prefix has all its shorter ones known: binary search
         found: tuple[ReplicaId, ...] = ()

@@ -7,9 +7,9 @@ counts as a spike, and how fast it grows, is decided in `spike.py`.
 Every decision starts from what the platform holds (`pool_sizes.py`); while that is not known, none is made.
 
 Between `target_low` and `target_high` nothing happens; outside, the pool goes to the middle of the band. Going up needs
-`up_hold_s` of pressure, or a surge, which has been told from chance already; going down needs `down_hold_s`, or a
+`up_hold_s` of pressure, or a spike, which chance does not explain; going down needs `down_hold_s`, or a
 replica's start-up time, without any, and keeps what the inflow of the last `warm_up_s` holds in the long run. A replica
-is cold for `warm_up_s` after it joined; its coming capacity counts, so that nobody orders the same capacity twice.
+is cold for `warm_up_s` after it joined; its coming capacity counts, so that the same capacity is not ordered twice.
 """
 
 from __future__ import annotations
@@ -182,19 +182,19 @@ class Autoscaler(Tracked):
         if load.queued or coming:  # no averaging of what waits or is certain to come
             need = max(need, (load.demand + coming) / load.per_replica)
         pressure = need / current
-        told = f"{load.demand:.0f} {load.unit} needed ({load.queued:.0f} of them waiting"
-        told += f", {coming:.0f} more to come" if coming else ""
-        told += f") of {load.per_replica * current:.0f}: {pressure:.0%}"
-        told += f"; {load.cold} cold" if load.cold else ""
-        told += f"; {load.stale} stale" if load.stale else ""
+        reason = f"{load.demand:.0f} {load.unit} needed ({load.queued:.0f} of them waiting"
+        reason += f", {coming:.0f} more to come" if coming else ""
+        reason += f") of {load.per_replica * current:.0f}: {pressure:.0%}"
+        reason += f"; {load.cold} cold" if load.cold else ""
+        reason += f"; {load.stale} stale" if load.stale else ""
         if pressure > scaling.target_high:
             track.above_since_ns = track.above_since_ns or now_ns
             if not coming and now_ns - track.above_since_ns < up_ns:
-                return current, f"{told}, above {scaling.target_high:.0%}, for less than {scaling.up_hold_s:g} s"
+                return current, f"{reason}, above {scaling.target_high:.0%}, for less than {scaling.up_hold_s:g} s"
             wanted = math.ceil(pressure * current / self._middle)
-            return self._bounded(role, current, wanted, f"{told}, above {scaling.target_high:.0%}")
+            return self._bounded(role, current, wanted, f"{reason}, above {scaling.target_high:.0%}")
         track.above_since_ns = 0
-        return self._down(role, load, told, now_ns, down_ns)
+        return self._down(role, load, reason, now_ns, down_ns)
 
     def _wake(self, role: Role, load: Load, now_ns: int) -> tuple[int, str]:
         """From zero: decode at once, prefill when there is work for it, since decode computes the prompts meanwhile."""
@@ -209,24 +209,24 @@ class Autoscaler(Tracked):
             return low, "idle at zero" if not need else f"decode computes the prompts: {need:.0%} of a replica's work"
         return max(low, 1), f"woken by {need:.0%} of a replica's work"
 
-    def _down(self, role: Role, load: Load, told: str, now_ns: int, down_ns: int) -> tuple[int, str]:
+    def _down(self, role: Role, load: Load, reason: str, now_ns: int, down_ns: int) -> tuple[int, str]:
         track, current = self._tracks[role], self._held(role, now_ns)
         low, _ = self._pool(role).bounds
         if current <= low or not track.covers(now_ns, down_ns):
-            return current, f"{told}, held"
+            return current, f"{reason}, held"
         if load.growth:
-            return current, f"{told}, held: demand grows"
+            return current, f"{reason}, held: demand grows"
         if track.grown_ns is not None and now_ns - track.grown_ns < self._scaling.warm_up_s * SECOND:
-            return current, f"{told}, held: what was ordered last is not warm yet"
+            return current, f"{reason}, held: what was ordered last is not warm yet"
         worst = max(track.worst(), load.steady / load.per_replica)
         if worst / current >= self._scaling.target_low:
-            return current, f"{told}, in its band"
+            return current, f"{reason}, in its band"
         if current == 1:
             if low == 0 and track.was_idle():
                 return 0, f"idle for {down_ns / SECOND:.0f} s"
-            return 1, f"{told}, one replica is the least while requests come"
+            return 1, f"{reason}, one replica is the least while requests come"
         wanted = max(1, math.ceil(worst / self._middle))
-        why = f"{told}, never above {worst / current:.0%} in {down_ns / SECOND:.0f} s"
+        why = f"{reason}, never above {worst / current:.0%} in {down_ns / SECOND:.0f} s"
         return self._bounded(role, current, min(wanted, current), why)
 
     @property

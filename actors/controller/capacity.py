@@ -21,7 +21,7 @@ from cluster.capacity import staging_bytes
 CERTAINTY = 2.0  # standard deviations of expected lengths that are kept free: 2 % chance that a full replica preempts
 PREFILL_AHEAD_NS = 2 * SECOND  # a prefill replica with this much work before it takes no further prompt
 ALONE_AFTER_NS = SECOND // 2  # of waiting for prefill: below, decode never computes a prompt for that reason
-UNKNOWN_NS = 1 << 62  # nobody knows when: there is no replica and none is on its way
+UNKNOWN_NS = 1 << 62  # unknown: there is no replica and none is on its way
 
 
 class Short(StrEnum):
@@ -81,7 +81,7 @@ class Demand:
 class Hold:
     """A place that is kept for the request whose turn is next: others may use it until then."""
 
-    replica: Replica | None = None  # decode; None: it waits for prefill, which nobody else may take
+    replica: Replica | None = None  # decode; None: it waits for prefill, which no other request may take
     start_ns: int = 0
     blocks: int = 0
     slots: int = 0

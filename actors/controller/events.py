@@ -27,7 +27,7 @@ class StepFailed(RuntimeError):
 
 
 class FrontendGone(msgspec.Struct, frozen=True):
-    """The platform says that this frontend's process is gone: nobody waits for its requests any more."""
+    """The platform says that this frontend's process is gone: no client waits for its requests any more."""
 
     frontend_id: str
 
@@ -39,7 +39,7 @@ class NodesDraining(msgspec.Struct, frozen=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True):
-    """Whoever waited for this call is gone (client disconnected, caller died)."""
+    """The caller that waited for this call is gone (client disconnected, process died)."""
 
     call_id: CallId
 

@@ -25,7 +25,7 @@ class Load:
     queued: float  # part of `demand` that has no place yet
     per_replica: float  # what one replica gives
     unit: str
-    idle: bool  # nobody runs, nobody waits
+    idle: bool  # no request runs or waits
     growth: float = 0.0  # of `demand`, a second, beyond what chance explains
     steady: float = 0.0  # what the present inflow holds in the long run
     holds: float = 0.0  # all replicas that are there and the queue, filled to its bound

@@ -78,7 +78,7 @@ class Machine(Membership):
         }
 
     def step(self, event: Event, now_ns: int, call_id: CallId = 0) -> list[Effect]:
-        """`call_id` is answered with one `Reply`, now or in a later step; 0: nobody waits for an answer."""
+        """`call_id` is answered with one `Reply`, now or in a later step; 0: no answer is wanted."""
         self._out = []
         # Before anything that is in the mail is judged by the clock.
         if now_ns - self._ticked_ns >= max(PAUSE_NS, self._stale_ns // 2):
@@ -100,7 +100,7 @@ class Machine(Membership):
         for node in self.registry.nodes.values():
             self._attempt(self._watch_node, node, now_ns)
         for frontend_id in self.registry.by_frontend:
-            self.frontends.setdefault(frontend_id, now_ns)  # nobody's tickets may go unwatched
+            self.frontends.setdefault(frontend_id, now_ns)  # every owner of tickets is watched
         for frontend_id, heard_ns in list(self.frontends.items()):
             if now_ns - heard_ns >= self._fence_ns:  # its streams on decode have ended long before, if it is dead
                 self._attempt(self._frontend_silent, frontend_id, "is silent", now_ns)

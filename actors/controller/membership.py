@@ -152,7 +152,7 @@ class Membership(Recovery):
         live = self.registry.tickets.get(thing.ticket_id)
         if live is None:
             if not gone and not self._unclaimed(thing.ticket_id, now_ns):
-                # A call that came late or twice set it going again, and nobody waits for it.
+                # A call that came late or twice started it again, and no caller waits for it.
                 replica.cancel[(thing.ticket_id, ATTEMPTS_MAX)] = CANCEL_REPEATS
         elif (live.prefill_at if prefill else live.decode_at) is replica:
             self.registry.move(live, TicketEvent.PREFILL_STARTED if prefill else TicketEvent.DECODE_STARTED, now_ns)
@@ -292,7 +292,7 @@ class Membership(Recovery):
             if self._unclaimed(ticket_id, now_ns):
                 known = False
             elif (ticket := self._presumed_dead.get(ticket_id)) is not None:  # a false alarm: it may go on elsewhere
-                reason = "nobody claimed it for too long"
+                reason = "no process claimed it for too long"
                 order = FrontendCommand(
                     kind=CommandKind.LOST,
                     ticket_id=ticket_id,
@@ -341,7 +341,7 @@ class Membership(Recovery):
         self.stalls.forget(frontend_id)
         tickets = sorted(self.registry.by_frontend.get(frontend_id, ()))
         for waiting in [w for w in self.queue if w.request.frontend_id == frontend_id]:
-            self.queue.drop(waiting.call_id)  # all of them first: a place given back now goes to somebody else
+            self.queue.drop(waiting.call_id)  # all of them first: a place given back now goes to another request
             self._answer(waiting, Overloaded(reason=f"frontend {frontend_id} {why}", retry_after_s=1))
         for ticket_id in tickets:
             live = self.registry.tickets[ticket_id]

@@ -23,7 +23,7 @@ class TagMismatch(msgspec.Struct, frozen=True):
     request_id: str
     ticket_id: TicketId
     detail: str
-    known: tuple[int, int] | None  # (page, tag) that the book has at that position, by a road of its own
+    known: tuple[int, int] | None  # (page, tag) that the book has at that position, by a path of its own
 
     def __str__(self) -> str:
         book = "the book knows no page there"

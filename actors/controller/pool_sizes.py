@@ -1,8 +1,8 @@
 """How many replicas the platform holds of each pool, what it was asked for, and which replicas are on their way. Pure.
 
 The platform (Ray Serve) asks several times a second and says with each question what it holds: that is the truth here,
-whoever set it. A wish is answered until the platform holds it; one that it does not take counts as refused. A replica
-announces itself before it loads its engine, so that one that finds no room on any node is told from one that starts.
+whatever set it. A wish is answered until the platform holds it; one that it does not take counts as refused. A replica
+announces itself before it loads its engine, so one without room on any node differs from one that starts.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PoolSizes(Tracked):
         return sorted(max(now_ns, when + took) for when in (*placed, *ordered))
 
     def shift(self, gap_ns: int) -> None:
-        """This process was away for so long and heard nobody."""
+        """This process was away for so long and received nothing."""
         for pool in self._pools.values():
             pool.changed_ns += gap_ns
             for began in pool.starting.values():

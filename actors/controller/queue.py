@@ -96,7 +96,7 @@ class AdmissionQueue(Tracked):
         return waiting
 
     def leave(self, call_id: int) -> Waiting | None:
-        """One caller waits no more; the entry that went with it, when nobody else waits for the same."""
+        """One caller waits no more; the entry that went with it, when no other caller waits for the same."""
         for waiting in self._waiting.values():
             if call_id in waiting.also:
                 waiting.also.remove(call_id)

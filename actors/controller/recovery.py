@@ -1,4 +1,4 @@
-"""What goes on after somebody was away: this controller, a frontend, a lost message. Pure."""
+"""What goes on after one of these was away: this controller, a frontend, a lost message. Pure."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Recovery(Tickets):
         self._orphaned_by_replica.clear()
 
     def _shift_deadlines_after_stall(self, now_ns: int) -> None:
-        """When this process was away, nobody else was silent: what they said meanwhile is still in the mail."""
+        """When this process was away, no other process was silent: what they said meanwhile is still in the mail."""
         gap_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
         if now_ns - gap_ns < self.rebuilding_until_ns:
             self._away_ns += gap_ns

@@ -135,7 +135,7 @@ class TicketRecord(Tracked):
     hit_used: int = 0
     num_output_tokens: int = 0  # of all sequences
     hand_over: HandOver | None = None
-    wanted_by: int = 0  # call that waits for the hand-over; 0: nobody
+    wanted_by: int = 0  # call that waits for the hand-over; 0: none
     decode_at: Replica | None = None  # None while it waits for a (new) decode replica
     prefill_at: Replica | None = None  # only while prefill has work for it
     lost: FrontendCommand | None = None  # its frontend was asked to call `lost` for this attempt
@@ -241,7 +241,7 @@ class Registry(Tracked):
         return meant
 
     def release_lease(self, live: TicketRecord) -> None:
-        """Tells the node that holds this attempt's bytes, if we know of one, that nobody wants them any more."""
+        """Tells the node that holds this attempt's bytes, if we know of one, that no process needs them any more."""
         self._unstage(live)
         if live.hand_over is not None:
             lease = live.hand_over.lease

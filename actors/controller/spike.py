@@ -1,13 +1,13 @@
-"""Is the pool being flooded, and what does the present inflow need once things are steady. Pure.
+"""Does demand rise more than chance explains, and what does the present inflow need once things are steady. Pure.
 
-Requests come at random times in random sizes, so a few long prompts in a row look like the beginning of a flood. What
+Requests come at random times in random sizes, so a few long prompts in a row look like the beginning of a spike. What
 tells one from the other is how unlikely chance is: over a window in which requests of `b` blocks came, the demand
 (blocks of everybody placed or waiting, at their expected ends) moves by their sum less what others gave back, and by
 chance alone with a standard deviation of at most about `sqrt(sum b^2)` for what came and likewise for what went. Only
-growth beyond `CERTAINTY` such deviations counts as growth, so evidence of a few seconds is enough for a great flood,
-and a small one has to last longer. Many requests in one moment (somebody sent a batch) are no flood: demand must have
+growth beyond `CERTAINTY` such deviations counts as growth, so evidence of a few seconds is enough for a large spike,
+and a small one has to last longer. Many requests in one moment (a batch was sent) are no spike: demand must have
 grown both before the last second and in it. Nor is it one when demand comes back to where it was a while ago: within
-`keep_ns` a flood shows a new high. A lower bound of the growth also bounds what is ordered too much.
+`keep_ns` a spike shows a new high. A lower bound of the growth also bounds what is ordered too much.
 
 A rate is extrapolated over the start-up of a replica, `ahead_ns`; so it is a mean over at least as long a time, of
 which nothing came before the window. What the last minute brought is not expected twice within the next one.

@@ -180,7 +180,7 @@ class ControllerState(Tracked):
         self._out.append(ToFrontend(ticket.frontend_id, live.lost))
 
     def _suspect(self, ticket: Ticket) -> None:
-        """It is cancelled because nobody seems to want it; should somebody do so after all, it is revived."""
+        """It is cancelled because no process seems to want it; if one does after all, it is revived."""
         self._presumed_dead[ticket.ticket_id] = ticket
 
     def _waits(self, live: TicketRecord) -> bool:

@@ -41,7 +41,7 @@ S, E = TicketState, TicketEvent
 
 TERMINAL = frozenset({S.DONE, S.CANCELLED, S.FAILED})
 LIVE = frozenset(S) - TERMINAL
-# States in which the ticket's staging bytes may still be wanted by somebody.
+# States in which the ticket's staging bytes may still be needed.
 HOLDS_LEASE = frozenset({S.ADMITTED, S.PREFILLING, S.SEALED, S.MOVING})
 
 TRANSITIONS: dict[tuple[TicketState, TicketEvent], TicketState] = {

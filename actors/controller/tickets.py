@@ -112,7 +112,7 @@ class Tickets(Admission):
             self._drain_queue(now_ns)
 
     def _dead(self, key: tuple[TicketId, int], now_ns: int) -> bool:
-        """Nobody wants the bytes of this ticket and attempt any more."""
+        """The bytes of this ticket and attempt are not needed any more."""
         ticket_id, attempt = key
         live = self.registry.tickets.get(ticket_id)
         if live is None:
@@ -202,7 +202,7 @@ class Tickets(Admission):
 
     def _lost(self, live: TicketRecord, event: ReplicaLost, call_id: CallId, now_ns: int) -> None:
         if event.attempt < live.ticket.attempt or (live.decode_at is None and self._waits(live)):
-            self._reply_placed_or_wait(live, call_id)  # told twice
+            self._reply_placed_or_wait(live, call_id)  # sent twice
             return
         self._add("page_integrity_retries" if event.page_integrity else f"lost_{event.role}")
         suspect = self.registry.replicas.get(event.replica_id)

@@ -1,7 +1,7 @@
 """Named shared memory that vLLM's engine processes leave in /dev/shm when they are killed.
 
 vLLM's queues between an engine core and its workers are files there, unlinked by their creator when it ends by itself.
-Each replica notes the files of its engine's processes; whoever starts or ends a replica takes away those whose noted
+Each replica notes the files of its engine's processes; each start and end of a replica removes those whose noted
 processes are all dead. A file that no note names is never touched, since it may be another program's.
 """
 
@@ -45,7 +45,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def note(pid: int) -> None:
-    """Writes down what the children of the process have mapped, for whoever comes after them."""
+    """Writes down what the children of the process have mapped, for the next process on this machine."""
     mapped = {child: mapped_by([child]) for child in sorted(descendants(pid) - {pid})}
     owners = [[child, started] for child, files in mapped.items() if files and (started := _started(child))]
     content = {"namespace": _namespace(), "owners": owners, "files": sorted(set().union(*mapped.values()))}
@@ -65,7 +65,7 @@ def sweep() -> list[str]:
             if content["namespace"] != _namespace():
                 continue  # those process ids mean nothing here
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # somebody else was faster, or wrote it
+            continue  # another process was faster, or wrote it
         if any(_started(pid) == started for pid, started in owners):
             continue
         for name in names:

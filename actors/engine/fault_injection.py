@@ -2,7 +2,7 @@
 
 `pageferry chaos` uses it, and nothing else does. A fault names its kind, its victim and a trial number; with the
 configured seed these decide every choice in it (position, bit, page), so a run can be repeated. What was done comes
-back as plain data. Faults of the tables are done between steps; those of the road wait for their ticket.
+back as plain data. Faults of the tables are done between steps; those of the transfer wait for their ticket.
 
 The two sides (worker, scheduler) each have their own `Faults`; `cluster.fault_kinds` says on which a kind works.
 """
@@ -119,7 +119,7 @@ class Faults:
             raise FaultError(f"fault {kind!r} is none of the block tables")
         return rng.choice(choices) if choices else None
 
-    # -- the road, in the workers
+    # -- the transfer, in the workers
 
     def arm(self, kind: str, trial: int, ticket_id: int, delay_s: float = 0.0) -> dict[str, Any]:
         """The fault happens when this ticket passes."""

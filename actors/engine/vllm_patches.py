@@ -53,12 +53,12 @@ TARGETS = (
     Target(
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
         ("self", "num_blocks"),
-        "the pool tells nobody before it hands pages out (integrity.block_pool_hooks)",
+        "the pool has no event before it hands pages out (integrity.block_pool_hooks)",
     ),
     Target(
         "vllm.v1.core.block_pool:BlockPool.free_blocks",
         ("self", "ordered_blocks"),
-        "the pool tells nobody of pages that come back (integrity.block_pool_hooks)",
+        "the pool has no event for pages that come back (integrity.block_pool_hooks)",
     ),
     Target(
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",

@@ -34,7 +34,7 @@ class LifeFile:
         return min(int(value) for (value,) in SLOT.iter_unpack(self._map[:]))
 
     def close(self) -> None:
-        """Nobody opens it from now on; who has, keeps it."""
+        """It cannot be opened from now on; a process that has it open keeps it."""
         os.close(self._descriptor)
 
 

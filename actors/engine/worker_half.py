@@ -233,7 +233,7 @@ class FerryConnectorWorker:
         seal, layout = job.order.hand_over.seal, self.layout
         assert layout is not None
         if not self.check.still_current(job.block_ids, job.tags):
-            # The pages were given to somebody else since: a landing that comes too late must not touch them.
+            # The pages were given to another request since: a landing that comes too late must not touch them.
             return {Verdict.STALE: len(job.block_ids)}
         digests = seal.digests[self.rank]
         num_good = 0

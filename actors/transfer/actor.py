@@ -63,7 +63,7 @@ class KVTransfer:
         self._orphan_since = 0.0
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._stopped: set[int] = set()  # fetches that nobody waits for
+        self._stopped: set[int] = set()  # fetches that are not waited for
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _next_segment(self) -> str:
@@ -111,7 +111,7 @@ class KVTransfer:
     ) -> Lease | None:
         """Staging for a ticket, written by `engines`. Waits for room up to `wait_s`; None when there was none.
 
-        It ends when no page is sealed for `keep_s` (0: the configured lease time) and nobody has come for it.
+        It ends when no page is sealed for `keep_s` (0: the configured lease time) and no reader has come for it.
 
         Raises `StagingError` when there can never be. May be repeated: the same ticket gets the same bytes.
         """

@@ -151,7 +151,7 @@ class StagingRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReportAnswered:
-    """The controller has the report; nobody needs the bytes of `dead` any more."""
+    """The controller has the report; the bytes of `dead` are not needed any more."""
 
     dead: tuple[Key, ...]
 
@@ -226,7 +226,7 @@ class StartFetch:
 
 @dataclass(frozen=True, slots=True)
 class StopFetch:
-    """Nobody waits for the fetch any more; `FetchEnded` still tells when it writes no more."""
+    """The fetch is not waited for any more; `FetchEnded` still says when it writes no more."""
 
     fetch_id: int
 
@@ -244,7 +244,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class MakeStaging:
-    """Replaces the staging memory, which nobody uses, by one of this size; then `StagingMade` or `StagingRefused`."""
+    """Replaces the staging memory, which is not in use, by one of this size; then `StagingMade` or `StagingRefused`."""
 
     bytes_max: int
 

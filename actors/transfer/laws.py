@@ -6,7 +6,7 @@
 4. A fetch that runs is a writer of its region; every writer and reader is an engine that lives or a copy that runs.
 5. A key waits for bytes once, or has them, never both.
 6. Half a seal and half an opening are kept only while their bytes are.
-7. The stretch kept for the front of the queue is not lent to anybody who came after it.
+7. The stretch kept for the front of the queue is not lent to a lease that came after it.
 8. Bytes that are not released are being written, being read, or sealed: nothing waits for a seal that cannot come.
 """
 
@@ -34,7 +34,7 @@ def _of_regions(machine: TransferMachine) -> Iterator[str]:
     }
     for region in machine.staging:
         if region.released and not region.in_use:
-            yield f"{region.key} has ended, nobody uses its bytes, and they are held (law 2)"
+            yield f"{region.key} has ended, its bytes are not in use, and they are held (law 2)"
         if region.key in machine.ended and not region.released:
             yield f"{region.key} has ended and its bytes are not released (law 2)"
         if not (region.released or region.in_use or region.key in machine.outbox.standing):

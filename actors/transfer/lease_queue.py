@@ -1,7 +1,7 @@
 """Who waits for staging bytes, and in which order they get them. Pure.
 
 First come, first served, with two additions. Who is at the front and does not fit keeps a stretch of the memory: what
-frees up there is given to nobody else, so that a large lease gets its turn. Who does not fit into what is left waits
+frees up there is given to no other, so that a large lease gets its turn. Who does not fit into what is left waits
 behind; the others pass, since they cannot delay the front.
 """
 
@@ -50,7 +50,7 @@ class LeaseQueue:
 
     @property
     def kept(self) -> tuple[Key, int, int] | None:
-        """Key of the front, offset and size of what is kept for it; None while nobody waits for bytes to free up."""
+        """Key of the front, offset and size of what is kept for it; None while none waits for bytes to free up."""
         return self._front
 
     def get(self, key: Key) -> Waiting | None:
@@ -65,13 +65,13 @@ class LeaseQueue:
         self.changed()
 
     def changed(self) -> None:
-        """Somebody may be granted now who was not before, for another reason than bytes that were given back."""
+        """A lease may be granted now that was not before, for another reason than bytes that were given back."""
         self._num_changes += 1
 
     def serve(
         self, staging: Staging, now_ns: int, may_write: Callable[[tuple[str, ...]], bool]
     ) -> list[tuple[Waiting, Region]]:
-        """Grants what can be granted now. Who may not write yet keeps its place and holds up nobody."""
+        """Grants what can be granted now. A lease that may not be written yet keeps its place and delays no other."""
         state = (self._num_changes, staging.num_freed)
         if self._served_at == state:
             return []

@@ -53,7 +53,7 @@ class StagingMap:
     def bytes_of(self, lease: Lease) -> Iterator[memoryview | None]:
         """The lease's bytes, writable; None when they are not here, or not this lease's any more.
 
-        Inside the block the actor lends them to nobody else.
+        Inside the block the actor does not lend them again.
         """
         key = (lease.ticket_id, lease.attempt)
         with self._lock:
@@ -97,7 +97,7 @@ class StagingMap:
             self._map = None
 
     def wait_unused(self, keys: list[Key], timeout_s: float) -> bool:
-        """True when nobody in this process touches the bytes of these keys any more."""
+        """True when nothing in this process touches the bytes of these keys any more."""
         with self._lock:
             return self._lock.wait_for(lambda: not any(self._in_use[key] for key in keys), timeout_s)
 

@@ -154,7 +154,7 @@ class TransferMachine:
             self._end(key)
 
     def _end(self, key: Key) -> None:
-        """The ticket needs no bytes any more: those it has are given back as soon as nobody can touch them."""
+        """The ticket needs no bytes any more: those it has are given back once nothing can touch them."""
         remember(self.ended, key, ENDED_REMEMBERED)
         self.staging.release(key)
         self.seals.forget(key)
@@ -206,7 +206,7 @@ class TransferMachine:
         key = self.fetches.running.pop(event.fetch_id, None)
         region = None if key is None else self.staging.get(key)
         if key is None or region is None:
-            return  # told twice
+            return  # sent twice
         fetch = self.fetches.wanted.pop(key, None)
         for call in fetch.calls if fetch is not None else ():
             if not event.complete:
@@ -295,7 +295,7 @@ class TransferMachine:
         key = (message.ticket_id, message.attempt)
         region = self.staging.get(key)
         if region is None or region.released or (engine not in region.writers and key not in self.outbox.standing):
-            self.seals.late += 1  # nobody waits for it any more
+            self.seals.late += 1  # it is not waited for any more
         elif (seal := self.seals.add(message)) is not None:
             self.outbox.standing[key] = Sealed(seal=seal, lease=self._lease(region))
             self.outbox.add(self.outbox.standing[key])

@@ -23,7 +23,7 @@ class MemoryRefused(ValueError):
 
 
 class StagingMemory:
-    """`num_bytes` of shared memory, really reserved (no SIGBUS later), of a size that nobody can change."""
+    """`num_bytes` of shared memory, really reserved (no SIGBUS later), of a size that cannot be changed."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -105,7 +105,7 @@ def socket_path(tag: str, node_id: str) -> str:
 
 
 def socket_folder() -> Path:
-    """The folder of this user's sockets and notes, which nobody else can enter.
+    """The folder of this user's sockets and notes, which no other user can enter.
 
     In TMPDIR, or in /tmp where TMPDIR (as of a batch system) is too long for a socket's path.
     """
@@ -117,7 +117,7 @@ def socket_folder() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise MemoryRefused(
-            f"{folder} must be a folder of user {os.getuid()} that nobody else can enter (mode 700); "
+            f"{folder} must be a folder of user {os.getuid()} that no other user can enter (mode 700); "
             f"it is of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: remove it or set TMPDIR"
         )
     return folder

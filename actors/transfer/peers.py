@@ -76,7 +76,7 @@ class Fetch:
 
 
 class Fetches:
-    """`wanted`: by key, while somebody waits for them. `running`: fetches that may write, wanted or not."""
+    """`wanted`: by key, while they are waited for. `running`: fetches that may write, wanted or not."""
 
     def __init__(self) -> None:
         self.wanted: dict[Key, Fetch] = {}

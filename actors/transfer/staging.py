@@ -1,6 +1,6 @@
 """Leased staging memory of one node. Pure: offsets and owners, no bytes, no clock.
 
-A region is given back only when nobody can touch it any more: its ticket no longer needs it (released or expired)
+A region is given back only when no process can touch it any more: its ticket no longer needs it (released or expired)
 AND no engine that may still write or read it is left. A writer says when it is done; a peer whose connection closes
 is done with everything. So a late writer can never hit bytes that already belong to another ticket.
 """
@@ -81,7 +81,7 @@ class Staging:
     def grant(self, key: Key, num_bytes: int, expires_ns: int, kept: tuple[int, int] | None = None) -> Region | None:
         """A region for `key`, or None when there is no room now. Raises when there can never be any.
 
-        `kept`: offset and size of a stretch that is kept for somebody else.
+        `kept`: offset and size of a stretch that is kept for another lease.
         """
         if num_bytes <= 0:
             raise StagingError(f"lease of {num_bytes} bytes for ticket {key}")

@@ -1,6 +1,6 @@
 """How a request's fault is said in the words of each API: error bodies, and the last events of a stream. Pure.
 
-vLLM's server knows a few exceptions and gives each the `type` of its HTTP status; the Responses stream has no road for
+vLLM's server knows a few exceptions and gives each the `type` of its HTTP status; the Responses stream has no way for
 an error at all. So the status comes from vLLM's handlers, and what is in the body is put right here.
 """
 

@@ -121,7 +121,7 @@ class ErrorRewriter:
             await self._send_fault(internal_error(self._caller.trace))
 
     async def broken_off(self) -> bool:
-        """The server has raised. True: the client has been told, in the form that its answer has begun in."""
+        """The server has raised. True: the client has its error, in the form that its answer has begun in."""
         if self._replaced:
             return True
         fault = self._caller.fault or internal_error(self._caller.trace)

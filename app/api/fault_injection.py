@@ -2,7 +2,7 @@
 
 `POST /faults` with `{"kind": ..., "victim": ..., "trial": 0, "more": 0}`. `victim` is a part of a request's id (as its
 answer has it, or as `X-Request-Id` set it) while the request is under way. Kinds: `actors.engine.fault_injection`;
-those of the tables and of the pool happen at once, those of the road when the request's ticket passes.
+those of the tables and of the pool happen at once, those of the transfer when the request's ticket passes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a JSON body may hold, whoever reads it later: text that is Unicode, numbers that fit, bounded nesting. Pure."""
+"""What a JSON body may hold, whatever reads it later: text that is Unicode, numbers that fit, bounded nesting. Pure."""
 
 from __future__ import annotations
 

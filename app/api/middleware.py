@@ -277,7 +277,7 @@ async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
     """Runs the application so that being cancelled is, for it, a client that hangs up.
 
     Serve cancels the task of a request whose client is gone. vLLM's handlers run in tasks of their own and stop at
-    `http.disconnect`; cancelled from outside they would go on to the end, with nobody to read it.
+    `http.disconnect`; cancelled from outside they would go on to the end, with no reader.
     """
     connection = _Connection(receive, send)
     task = asyncio.ensure_future(app(scope, connection.receive, connection.send))

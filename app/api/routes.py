@@ -33,7 +33,7 @@ CLIENT = OPEN | {
     "/openapi.json",
 }
 TRACED = frozenset(path for path in CLIENT - OPEN if not path.startswith(("/docs", "/redoc", "/openapi", "/v1/models")))
-# Kept by one process: another frontend would not find them, and whoever knows an id could read a stranger's.
+# Kept by one process: another frontend would not find them, and a client that knows an id could read a stranger's.
 STORED_RESPONSES = "/v1/responses/"
 
 

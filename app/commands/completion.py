@@ -47,10 +47,10 @@ def options(name: str) -> list[str]:
     if name == "completion":
         return ["bash", "zsh", "fish"]
     module, _ = _commands()[name]
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+    help_text = io.StringIO()
+    with contextlib.redirect_stdout(help_text), contextlib.suppress(SystemExit):
         importlib.import_module(module).main(["--help"])
-    return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", told.getvalue())))
+    return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", help_text.getvalue())))
 
 
 def bash(found: dict[str, list[str]]) -> str:

@@ -87,13 +87,13 @@ def with_others(config: dict[str, Any], details: dict[str, Any]) -> dict[str, An
 
 
 def deployed_at(application: dict[str, Any] | None) -> float:
-    """When Serve, by its own clock, was last told to deploy it; 0: never."""
+    """When Serve, by its own clock, was last asked to deploy it; 0: never."""
     return 0.0 if application is None else float(application["last_deployed_time_s"])
 
 
 def _wait(client: Any, before: dict[str, float], timeout_s: float) -> dict[str, str]:
     """Until Serve says that these run as deployed after `before`. Raises RuntimeError when it gives up."""
-    told, began = "", time.monotonic()
+    shown, began = "", time.monotonic()
     while True:
         applications = client.get_serve_details()["applications"]
         states = {name: _state(applications.get(name), at) for name, at in before.items()}
@@ -103,9 +103,9 @@ def _wait(client: Any, before: dict[str, float], timeout_s: float) -> dict[str, 
         line = ", ".join(text for state, text in states.values() if state != "RUNNING")
         if not line:
             return {name: state for name, (state, _) in states.items()}
-        if line != told:
+        if line != shown:
             print(f"pageferry deploy: {line}", file=sys.stderr, flush=True)
-            told = line
+            shown = line
         if time.monotonic() - began > timeout_s:
             raise TimeoutError(f"not deployed after {timeout_s:.0f} s: {line}")
         time.sleep(POLL_S)

@@ -241,12 +241,12 @@ class Service:
     def wait_healthy(self, timeout_s: float) -> None:
         """Until `/health` is 200. Prints what it waits for whenever that changes; raises when Serve gives up."""
         until = self._began + timeout_s
-        told = ""
+        shown = ""
         while True:
             state = self._state()
-            if state != told:
+            if state != shown:
                 say(f"[{time.monotonic() - self._began:5.1f} s] {state}")
-                told = state
+                shown = state
             if state.startswith("all replicas") and self._healthy():
                 return
             if time.monotonic() > until:
@@ -307,7 +307,7 @@ class Service:
     # -- stop
 
     def stop(self) -> None:
-        """Idempotent. On somebody else's cluster only the application and its actors are taken away."""
+        """Idempotent. On a cluster that it did not start only the application and its actors are taken away."""
         import ray
 
         if self.address is None:

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         else:
             Console().print(table(fetch(args.url, "/status", args.api_key)))
     except BrokenPipeError:
-        raise  # whoever reads our output has left
+        raise  # the reader of our output has left
     except OSError as error:
         print(f"pageferry status: {args.url} does not answer: {error}", file=sys.stderr)
         return 1

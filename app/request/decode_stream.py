@@ -100,7 +100,7 @@ class DecodeStream:
             died = died and self._open.done()  # a replica that never took the stream had no request of ours
             if not self._open.done():
                 self._open.set_exception(ReplicaGone(self.replica_id, reason))
-                self._open.exception()  # there may be nobody waiting
+                self._open.exception()  # nothing may be waiting for it
             self._on_closed(self)
             receivers, self._receivers = list(self._receivers.values()), {}
             for receiver in receivers:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -25,11 +25,12 @@ from actors.messages import (
 from app.api.errors import to_exception
 from app.metrics import FrontendMetrics
 from app.request import eligibility, events, state
-from app.request.context import Caller, detached, fetch_exception
-from app.request.decode_stream import DecodeStream, DecodeStreams
+from app.request.context import Caller, detached
+from app.request.decode_stream import DecodeStreams
 from app.request.emitted import EmittedTokens, ReplayDiffers
 from app.request.group import SequenceGroup
 from app.request.record import RequestRecord
+from app.request.submission import Submission
 from app.rpc.ports import ControllerGone, ControllerPort, DecodePort, PrefillPort, ReplicaGone
 
 GRAMMAR_ENDS = (
@@ -37,9 +38,6 @@ GRAMMAR_ENDS = (
     "after {} tokens; write it with fewer features, or without a rule that never ends"
 )
 logger = logging.getLogger("pageferry.frontend")
-
-CONTROL_S = 10.0  # a call that only passes something on (submit, abort) takes milliseconds; this is the time-out
-LINK_S = 30.0  # opening the output stream of a replica that is just starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +81,7 @@ class RequestDriver:
         self._inbox: deque[events.Event] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._stream: DecodeStream | None = None
-        self._engine_id = ""
-        self._submissions = 0
-        self._silent = True  # the current submission has sent nothing yet
-        self._engine_finished = False
+        self._submission = Submission(self.request_id, collaborators.decode, collaborators.streams)
         self._hand_over: asyncio.Future[HandOver | Verdict] | None = None
         self._deadline = 0.0
 
@@ -100,7 +94,7 @@ class RequestDriver:
     @property
     def place(self) -> tuple[Ticket, str] | None:
         """The ticket and the request's id in decode's engine ("" before it is there); None before it is admitted."""
-        return None if self._state.ticket is None else (self._state.ticket, self._engine_id)
+        return None if self._state.ticket is None else (self._state.ticket, self._submission.engine_id)
 
     @property
     def decoding(self) -> bool:
@@ -126,17 +120,17 @@ class RequestDriver:
             self.decode_lost(ticket.decode, "the request goes on elsewhere")
 
     def decode_lost(self, replica_id: ReplicaId, reason: str, died: bool = False) -> None:
-        if self._stream is not None and self._stream.replica_id == replica_id:
-            self._unregister()  # a token that leaves after it was counted here would be computed twice
+        if self._submission.replica_id == replica_id:
+            self._submission.stop_listening()  # a token that leaves after it was counted here would be computed twice
         self.tell(events.DecodeLost(replica_id, reason, len(self.tokens), died))
 
     def accept(self, output: EngineCoreOutput, step_s: float) -> EngineCoreOutput | None:
         """Called by the stream for every output of the current submission."""
         if output.finish_reason is FinishReason.ABORT:
             # Not by our wish, or we would not listen any more: the controller had the replica drop it.
-            replica = self._stream.replica_id if self._stream is not None else ""
-            self._unregister()
-            self.decode_lost(replica, "its replica was told to drop it")
+            replica = self._submission.replica_id
+            self._submission.stop_listening()
+            self.decode_lost(replica, "its replica had to drop it")
             return None
         if output.finish_reason is FinishReason.ERROR and output.stop_reason == PAGE_INTEGRITY:
             # It carries no token. vLLM would tell the client "Internal server error".
@@ -144,18 +138,18 @@ class RequestDriver:
             return None
         if output.finish_reason is FinishReason.ERROR and eligibility.is_constrained(self.request):
             # vLLM's scheduler ends a request so whose grammar takes no token; its frontend would answer 500.
-            self._unregister()
-            self._engine_finished = True
+            self._submission.stop_listening()
+            self._submission.finished = True
             self.tell(events.Broken(GRAMMAR_ENDS.format(len(self.tokens)), 400))
             return None
         first = not self.tokens
-        if self._silent and output.new_token_ids:
-            self._silent = False
+        if self._submission.silent and output.new_token_ids:
+            self._submission.silent = False
             self.group.leader_arrived(self._attempt, self.request_id)
         try:
             taken = self.emitted.take(output)
         except ReplayDiffers as error:
-            self._unregister()
+            self._submission.stop_listening()
             self.tell(events.Broken(str(error)))
             return None
         if taken is not None and taken.new_token_ids:
@@ -163,16 +157,16 @@ class RequestDriver:
         if first and self.tokens:
             self.record.first_token(self.emitted.first_token - self.emitted.began)
         if output.finish_reason is not None:
-            self._engine_finished = True
+            self._submission.finished = True
             failed = output.finish_reason is FinishReason.ERROR
             self.tell(events.Finished(Outcome.FAILED if failed else Outcome.DONE))
         return taken
 
     def _page_mismatch(self) -> None:
-        replica = self._stream.replica_id if self._stream is not None else ""
+        replica = self._submission.replica_id
         name = self.request.external_req_id or self.request_id
-        self._unregister()
-        self._engine_finished = True
+        self._submission.stop_listening()
+        self._submission.finished = True
         earlier = self.group.mismatch(self._attempt)
         stay = any(not sibling.movable for sibling in self.group.members.values() if sibling is not self)
         self.tell(events.PageMismatch(replica, name, len(self.tokens), earlier, stay))
@@ -244,7 +238,7 @@ class RequestDriver:
             case events.ReportLost():
                 return await self._lost(action)
             case _:
-                await asyncio.get_running_loop().create_future()  # streaming: the outside will tell
+                await asyncio.get_running_loop().create_future()  # streaming: what ends it comes from outside
                 raise AssertionError("unreachable")
 
     async def _admit(self) -> events.Event:
@@ -260,7 +254,7 @@ class RequestDriver:
         return answer
 
     async def _lost(self, report: events.ReportLost) -> events.Event:
-        self._unregister()
+        self._submission.stop_listening()
         self._drop_hand_over()
         if report.alone:
             logger.warning("request %s was in engines that ended; it runs alone from now on", self.request_id)
@@ -330,7 +324,7 @@ class RequestDriver:
         except TimeoutError:
             answer = Verdict.MISSING
         except ControllerGone:
-            answer = Verdict.STALE  # nobody has the proof: decode can still compute the prompt
+            answer = Verdict.STALE  # no process has the seal any more: decode can still compute the prompt
         self.record.phase("hand_over", self._time() - started)
         return events.HandedOver(answer) if isinstance(answer, HandOver) else events.NoHandOver(answer)
 
@@ -344,60 +338,25 @@ class RequestDriver:
         ticket, replica = action.ticket, action.ticket.decode
         if action.hand_over is None:
             self.emitted.cached_tokens = None
-        self._unregister()
-        self._silent = True
-        self._engine_finished = False
-        self._submissions += 1
-        self._engine_id = self.request_id if self._submissions == 1 else f"{self.request_id}~{self._submissions}"
+        self._submission.begin(replica, self)
         self.record.new_engine()
         self.emitted.new_engine(replays=self._state.recovery is state.Recovery.REPLAY)
-        self._stream = self._with.streams.to(replica)
-        self._stream.register(self._engine_id, self)
-        frames = eligibility.encode(msgspec.structs.replace(self._now(), request_id=self._engine_id))
-        if self.tokens and self._submissions > 1:
+        frames = eligibility.encode(msgspec.structs.replace(self._now(), request_id=self._submission.engine_id))
+        if self.tokens and self._submission.count > 1:
             self.record.as_continuation()
-        call: asyncio.Future[None] | None = None
-        try:
-            await asyncio.wait_for(self._stream.standing(), LINK_S)
-            call = asyncio.ensure_future(self._with.decode.submit(replica, frames, ticket, action.hand_over))
-            call.add_done_callback(fetch_exception)
-            await asyncio.wait_for(asyncio.shield(call), CONTROL_S)
-        except asyncio.CancelledError:
-            # It may or may not have reached decode: it is let through, and the abort comes after it.
-            if call is not None:
-                await asyncio.wait((call,), timeout=CONTROL_S)
-            raise
-        except (ReplicaGone, TimeoutError) as error:
-            if call is not None:
-                call.cancel()
-            reason = str(error) or f"no answer within {CONTROL_S:g} s"
-            died = call is not None and isinstance(error, ReplicaGone) and error.died
-            return events.DecodeLost(replica, reason, len(self.tokens), died)
-        except Exception as error:
-            logger.warning("decode %s refused request %s: %r", replica, self.request_id, error)
-            return events.DecodeLost(replica, f"it refused with {type(error).__name__}", len(self.tokens))
+        if lost := await self._submission.send(frames, ticket, action.hand_over):
+            return replace(lost, num_output_tokens=len(self.tokens))
         self.record.phase("submit", self._time() - started)
         return events.Submitted()
 
     # -- giving back
 
-    def _unregister(self) -> None:
-        if self._stream is not None:
-            self._stream.forget(self._engine_id)
-            self._stream = None
-
     async def _give_back(self, end: events.End) -> None:
         self._drop_hand_over()
-        engine_id, ticket = self._engine_id, self._state.ticket
-        self._unregister()
+        self._submission.stop_listening()
         self._report(end)
         try:
-            if engine_id and not self._engine_finished and ticket is not None:
-                await asyncio.wait_for(self._with.decode.abort(ticket.decode, [engine_id]), CONTROL_S)
-        except (ReplicaGone, TimeoutError):
-            pass  # a replica that is gone has aborted everything; a silent one is fenced by the controller
-        except Exception:
-            logger.exception("aborting %s on %s", engine_id, ticket and ticket.decode)
+            await self._submission.abort(self._state.ticket)
         finally:
             self.group.leave(self, end.outcome)
             await self.group.release_if_idle()

@@ -115,7 +115,7 @@ def as_continuation(request: EngineCoreRequest, tokens: Sequence[int]) -> Engine
 
 
 def with_private_cache_salt(request: EngineCoreRequest, ticket_id: int) -> EngineCoreRequest:
-    """The same request with a prefix cache of its ticket's own: it reads no page that anybody computed before."""
+    """The same request with a prefix cache of its ticket's own: it reads no page that was computed before."""
     salt = f"pageferry ticket {ticket_id} {request.cache_salt or ''}"
     return msgspec.structs.replace(request, cache_salt=hashlib.sha256(salt.encode()).hexdigest()[:32])
 
@@ -132,7 +132,7 @@ def samples_at_prefill(request: EngineCoreRequest, recovery: Recovery) -> bool:
 def for_prefill(request: EngineCoreRequest, samples: bool) -> EngineCoreRequest:
     """What the prefill engine computes: the prompt and one token.
 
-    `samples`: the token is sampled as the client wants it. Else nobody reads it: no grammar, no logprobs, no end.
+    `samples`: the token is sampled as the client wants it. Else it is not read: no grammar, no logprobs, no end.
     """
     params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, watermarking=False)
     if samples:

@@ -171,7 +171,7 @@ class ReportLost:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """What the client is told. `status` is the HTTP status; `retry_after_s` above 0 becomes a Retry-After header.
+    """The client's error. `status` is the HTTP status; `retry_after_s` above 0 becomes a Retry-After header.
 
     `kind` is the `type` of the error in the answer; "": what vLLM's server calls that status.
     """
@@ -183,7 +183,7 @@ class RequestError:
 
 
 def internal_error(request_id: str) -> RequestError:
-    """What a client is told of an error inside that it can do nothing about: no word of what happened."""
+    """The client's error for a fault inside that it can do nothing about: no word of what happened."""
     return RequestError(500, f"internal error; what happened is in the service's log under request {request_id}")
 
 

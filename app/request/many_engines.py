@@ -13,7 +13,7 @@ Behind each of many frontends stand the same many engines, which come and go.
   the request fails | frontends cache what their processor made, and always send it (`for_many_engines`) |
 | sampling happens in the engine whose arguments the frontend has | prefill samples first tokens for decode |
   `cluster.engine_args.SAMPLING` of decode holds for both pools |
-| stored and background responses are in this process | in none of the others, and whoever knows an id may read it |
+| stored and background responses are in this process | in none of the others, and any client with an id may read it |
   not offered: `store` is ignored, as vLLM does by default, and reading a response is 404 |
 | administration (`reset_prefix_cache`, ...) reaches the engine | caches are in both pools | calls go to every live
   replica; what caches a prompt, on both pools |

@@ -1,4 +1,4 @@
-"""One request's story as a table: what to do next, given where it is and what happened. Pure.
+"""One request's way as a table: what to do next, given where it is and what happened. Pure.
 
 The driver performs an action, turns what came of it into an event, and asks again. Actions are
 raced against what happens outside (the client leaves, decode dies), so every phase answers those events too. A pair
@@ -79,7 +79,7 @@ class RequestState:
     losses: int = 0
     deaths: int = 0  # of engines that had this request
     mismatch: PageMismatch | None = None  # why it is in RELOCATE, when no replica was lost
-    submitted: bool = False  # decode may know this request: it must be told when it ends early
+    submitted: bool = False  # decode may know this request: it must be aborted when it ends early
 
     @property
     def alone(self) -> bool:
@@ -95,7 +95,7 @@ def begin(recovery: Recovery, retries_mismatch: bool = False) -> tuple[RequestSt
 
 
 def step(state: RequestState, event: Event) -> Step:
-    """The next story and the action to perform now; None: nothing changes, go on with what is running."""
+    """The next state and the action to perform now; None: nothing changes, go on with what is running."""
     if state.phase is Phase.ENDED:
         return state, None
     for kind, handler in _ANYWHERE:
@@ -123,12 +123,12 @@ def _on_broken(state: RequestState, event: Broken) -> Step:
 
 
 def _on_admitted(state: RequestState, event: Admitted) -> Step:
-    told = replace(state, ticket=event.ticket, lost=None, mismatch=None, submitted=False)
+    placed = replace(state, ticket=event.ticket, lost=None, mismatch=None, submitted=False)
     if not event.leader:
-        return replace(told, phase=Phase.FOLLOW), WaitForLeader(event.ticket)
+        return replace(placed, phase=Phase.FOLLOW), WaitForLeader(event.ticket)
     if event.ticket.prefill is None:
-        return replace(told, phase=Phase.SUBMIT, submitted=True), Submit(event.ticket, None)
-    return replace(told, phase=Phase.PREFILL), Prefill(event.ticket)
+        return replace(placed, phase=Phase.SUBMIT, submitted=True), Submit(event.ticket, None)
+    return replace(placed, phase=Phase.PREFILL), Prefill(event.ticket)
 
 
 def _on_refused(state: RequestState, event: Refused) -> Step:

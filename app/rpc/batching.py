@@ -2,7 +2,7 @@
 
 A call of a Ray actor costs several times what the controller needs to decide. So messages of requests that come within
 `WINDOW_S` of the last call go together with the next one; one that comes alone goes at once. Answers that are not there
-yet, of those who wait for room or for a seal, come by a long poll that stands only while somebody waits.
+yet, of those who wait for room or for a seal, come by a long poll that stands only while a caller waits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class BatchingHandle:
 
     `frontend_id`: of this process. Each handle has a mailbox of its own at the actor, so that one that was given up
     takes no answer of its successor's. An answer that may be lost (the actor is gone, or is another life of
-    it) is a `RayActorError` at whoever waits for it: all of these messages may be sent again.
+    it) is a `RayActorError` at the caller that waits for it: all of these messages may be sent again.
     """
 
     def __init__(self, actor: Any, frontend_id: str) -> None:
         self.actor = actor
         self._client = (frontend_id, next(_handles))
         self._numbers = itertools.count(1)
-        self._outbox: list[tuple[int, Request[Any] | None]] = []  # None: nobody waits for this number any more
+        self._outbox: list[tuple[int, Request[Any] | None]] = []  # None: this number is not waited for any more
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._kept: dict[int, int] = {}  # number -> life of the actor that will answer it later
         # Admissions that were left, and whose ticket may be on its way: the latest of them.
@@ -104,7 +104,7 @@ class BatchingHandle:
             self._spawn(self._poll())
 
     async def _poll(self) -> None:
-        """Fetches what comes later, while anybody waits for it."""
+        """Fetches what comes later, while a caller waits for it."""
         clock = asyncio.get_running_loop().time
         try:
             while self._kept:

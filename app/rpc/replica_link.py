@@ -151,7 +151,7 @@ class ReplicaLink:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(ReplicaGone(self.replica_id, reason, died))
-                future.exception()  # there may be nobody waiting
+                future.exception()  # nothing may be waiting for it
         self.outputs.put_nowait(None)
         if self._writer is not None:
             self._writer.close()

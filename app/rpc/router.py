@@ -70,4 +70,4 @@ class AddressedRouter(RequestRouter):
         if not pending_request.future.done():
             why = "it died" if name in self._dead else "Serve does not know it"
             pending_request.future.set_exception(ReplicaGone(name, why))
-        return [candidate_replicas[:1]]  # nobody gets the call; the routing loop looks at the future and goes on
+        return [candidate_replicas[:1]]  # no replica gets the call; the routing loop looks at the future and goes on

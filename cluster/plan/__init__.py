@@ -1,4 +1,4 @@
-"""What a model needs and what it will do on given GPUs, before anybody has bought them.
+"""What a model needs and what it will do on given GPUs, before they are bought.
 
     name, config, folder = model_config("glm-5.2")          # or a folder or config.json of a Hugging Face checkpoint
     arch = architecture(config, name)

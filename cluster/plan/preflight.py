@@ -16,7 +16,7 @@ def refuse_unfit(spec: ClusterSpec, pool: str, device_name: str | None = None) -
     """Raises `DoesNotFit` when this pool cannot hold its model; True when it was planned and fits.
 
     `device_name`: the GPU's name as its driver gives it, for pools with GPUs. False, with a line in the log: a model or
-    GPU that the planner does not know, or memory that nobody stated; the engine will then find out for itself.
+    GPU that the planner does not know, or memory that is not stated; the engine will then find out for itself.
     """
     try:
         device: Gpu | None = gpu(device_name) if device_name else None

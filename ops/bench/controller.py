@@ -241,9 +241,9 @@ class Client:
         while True:
             await asyncio.sleep(REPORT_S)
             events, self.events = self.events, {}
-            for node, told in events.items():
+            for node, reported in events.items():
                 status = StagingStatus(node_id=node, incarnation=1, bytes_held=0, bytes_max=1 << 30, leases=0)
-                await self.controller.call.remote(TransferReport(status, tuple(told)))
+                await self.controller.call.remote(TransferReport(status, tuple(reported)))
 
     async def _beat(self) -> None:
         while True:
@@ -373,14 +373,14 @@ def main(argv: list[str] | None = None) -> int:
     counts = [int(text) for text in args.clients.split(",")]
     rows = [measure(count, args.in_flight, args.seconds, args.profile) for count in counts]
     context = f"{facts.cpu_model()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, commit {facts.commit()}"
-    told = {"machine": context, "rows": [asdict(row) for row in rows]}
+    record = {"machine": context, "rows": [asdict(row) for row in rows]}
     text = f"`python -m ops.bench.controller --clients {args.clients} --seconds {args.seconds:g}`, {context}\n\n"
     if args.json:
-        print_json(told)
+        print_json(record)
     else:
         print(text + table(rows))
     if args.record:
-        args.record.write_text(json.dumps(told, indent=1) + "\n")
+        args.record.write_text(json.dumps(record, indent=1) + "\n")
     if args.markdown:
         args.markdown.write_text(text + table(rows))
     if args.record and args.page:

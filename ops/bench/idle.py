@@ -2,7 +2,7 @@
 
     python -m ops.bench.idle --out ops/results/idle.json [KEY=VALUE ...]
 
-CPU time (user and system) of every process over a minute in which nobody asks for anything, in thousandths of a core.
+CPU time (user and system) of every process over a minute without requests, in thousandths of a core.
 """
 
 from __future__ import annotations

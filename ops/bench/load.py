@@ -19,7 +19,7 @@ import httpx
 from httpx_sse import EventSource, SSEError
 
 REQUEST_TIMEOUT_S = 300.0
-TRIES = 5  # of a request that is told to come again (429 with Retry-After)
+TRIES = 5  # of a request that has to come again (429 with Retry-After)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""How much of the machine somebody else used while a system was being measured: a figure is only as good as that."""
+"""How much of the machine other work used while a system was being measured: a figure is only as good as that."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ def page(
 ) -> str:
     """`commits`: of the rows of the record. The picture lies beside the page, as the record does."""
     machine: dict[str, Any] = facts.gather([])["machine"]
-    told = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or "unknown"
+    named = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or "unknown"
     date = time.strftime("%Y-%m-%d", time.gmtime())
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}"
     lines = [
         f"# {title}",
-        f"Command: `{command}`. {date}, commit {told}; {where}. Raw data: `{record.name}`.",
+        f"Command: `{command}`. {date}, commit {named}; {where}. Raw data: `{record.name}`.",
         intro,
         *([f"![{title}]({picture.name})"] if picture is not None else []),
         body.rstrip(),

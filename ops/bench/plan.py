@@ -188,7 +188,7 @@ class Panel(Strict):
 
 class Plan(Strict):
     """`together`: all arms run side by side and take turns load by load, so that both sides of a pair see the same
-    moment; for arms that are idle when nobody asks, and fit into memory together. Otherwise each arm is started anew in
+    moment; for arms that are idle without requests, and fit into memory together. Otherwise each arm is started anew in
     each round."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")

@@ -264,6 +264,6 @@ class Sampler:
 
 
 def host_used_gib() -> float:
-    """Memory of the machine that is in use by anybody."""
+    """Memory of the machine that is in use."""
     rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return (int(rows["MemTotal"].split()[0]) - int(rows["MemAvailable"].split()[0])) / (1 << 20)

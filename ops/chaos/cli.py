@@ -50,7 +50,7 @@ def summary(kind: str, trials: list[Trial], failed: int) -> dict[str, Any]:
 
 
 def passed(row: dict[str, Any], checked: bool) -> bool:
-    """With the check on: everything detected, nobody else touched, nothing wrong out, engine and ledger well."""
+    """With the check on: everything detected, no other touched, nothing wrong out, engine and ledger well."""
     if not checked:
         return True
     every = ("detected", "victims_only", "engine_alive", "ledger_clean")

@@ -1,7 +1,7 @@
 """Safetensors files by offset: read any rows of any tensor, write a file whose header is known beforehand.
 
 The public library maps whole files; here a tensor may be larger than the memory we may use and the page cache
-belongs to whoever else runs on the machine, so reads are positioned, bounded and dropped from the cache.
+belongs to the other work on the machine, so reads are positioned, bounded and dropped from the cache.
 Format: u64 little-endian header length, JSON header, then the tensors' bytes back to back.
 """
 

@@ -1,4 +1,4 @@
-"""Re-reads a finished checkpoint and compares it with its source by another road than it was written by: files through
+"""Re-reads a finished checkpoint and compares it with its source by other code than wrote it: files through
 the public safetensors reader, INT4 through the compressed-tensors library's own decoder (the one that transformers
 uses), errors computed anew and compared with the report's. AWQ rescales weights against activations, so there only
 names, shapes and digests are compared; the evaluation is what judges it."""

@@ -201,7 +201,7 @@ INTEGRITY = Dashboard(
         Panel(
             "Page mix-ups, 1 h",
             [Query(grown("tag_mismatches_total", "1h"))],
-            "Block tables that named a page of somebody else",
+            "Block tables that named a page of another request",
             kind="stat",
             red=0.5,
             width=6,

@@ -11,7 +11,7 @@
 7. No request failed while the cluster had what it needed. Allowed are: `page_integrity` where a mismatch was planted,
    `not_resumable` for random sampling that had put out tokens, and `engine_death` where three engines have died.
 8. No page that was opened held other bytes than its seal says, and no exception was left unhandled.
-9. Nobody wrote or read staging bytes that were not its ticket's at that moment, no proof of one attempt was used for
+9. No process wrote or read staging bytes that were not its ticket's then, no seal of one attempt was used for
    another, and no request gave up a decode replica that was well. These are seen as they happen.
 """
 

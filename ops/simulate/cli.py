@@ -5,7 +5,7 @@ pageferry simulate --seed 17 --story                          one of them as a s
 pageferry simulate --scenario FILE --story                    a written-down one
 pageferry simulate published                                  the published decode curve of Kimi K2.6 on H200
 pageferry simulate autoscale                                  occupancy scaling against ongoing-request scaling
-pageferry simulate held_out                                   the same on seeds that nobody tuned on, at equal floors
+pageferry simulate held_out                                   the same on seeds that were not tuned on, at equal floors
 pageferry simulate scale --replicas 10,100,1000               what a decision of the controller costs
 """
 
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join(FaultKind)}")
     parser.add_argument("--scenario", help="run this scenario file instead")
-    parser.add_argument("--story", action="store_true", help="one run, told line by line")
+    parser.add_argument("--story", action="store_true", help="one run, line by line")
     parser.add_argument("--plot", help="folder for plots (PNG)")
     parser.add_argument("--replicas", default="10,100,1000", help="scale: decode replicas, one or several numbers")
     parser.add_argument("--seconds", type=float, default=20.0, help="scale: simulated seconds that are measured")

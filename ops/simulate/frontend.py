@@ -178,7 +178,7 @@ class FrontendSim(Process):
         self.loop.call_soon(self._end_record, record)
 
     def _end_record(self, record: Record) -> None:
-        """Nobody reads its tokens any more: every sequence of it is cancelled."""
+        """Its tokens are not read any more: every sequence of it is cancelled."""
         assert self.client is not None
         self.records.pop(record.request_id, None)
         names = [sequence.request_id for sequence in record.sequences]

@@ -75,7 +75,7 @@ class Platform:
             self.cluster.world.at(500 * MS, node.reborn)
 
     def _ask(self) -> None:
-        """As Serve's autoscaling policy does: says what each pool has, and takes what it is told."""
+        """As Serve's autoscaling policy does: says what each pool has, and takes what it is asked for."""
         for role, members in self.members.items():
             running = sum(member.alive and not member.leaving for member in members)
             message = PlatformSize(role, running, self.targets[role])

@@ -199,7 +199,7 @@ def test_asking_twice_while_waiting_waits_once_and_both_are_answered() -> None:
     first, second = rig.ask("r"), rig.ask("r")
     assert len(rig.machine.queue) == 1
     rig.withdraw(first)
-    assert len(rig.machine.queue) == 1, "somebody else still waits for it"
+    assert len(rig.machine.queue) == 1, "another caller still waits for it"
     third = rig.ask("r")
     rig.decode("d")
     assert rig.answer(first) is None
@@ -238,7 +238,7 @@ def test_a_large_request_lets_others_pass_only_for_a_while() -> None:
     assert rig.answer(rig.ask("small", prompt=64, most=32, tenant="small")) is not None
     rig.wait(3, beats=("d",))
     late = rig.ask("late", prompt=64, most=32, tenant="small")
-    assert rig.answer(late) is None, "the large one has waited long enough: nobody passes it any more"
+    assert rig.answer(late) is None, "the large one has waited long enough: none passes it any more"
     for ticket in running:
         rig.end(ticket)
     assert rig.answer(large) is not None and rig.answer(late) is not None

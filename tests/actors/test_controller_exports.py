@@ -9,7 +9,7 @@ from cluster.metrics import CONTROLLER, Emitter
 
 
 class Recorder:
-    """A metrics backend that keeps what it is told, as `ray.util.metrics` would take it."""
+    """A metrics backend that keeps what it gets, as `ray.util.metrics` would take it."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[Any, ...], float] = {}

@@ -241,7 +241,7 @@ class Controller(RuleBasedStateMachine):
         assert [text for text in self.rig.audit() if not any(words in text for words in made_up)] == []  # 2, 6
 
     @invariant()
-    def nobody_waits_beyond_the_deadline(self) -> None:
+    def no_call_waits_beyond_the_deadline(self) -> None:
         late = [w for w in self.waiting.values() if self.rig.now > w[2] + SECOND]
         assert late == []  # 1
 

@@ -116,8 +116,8 @@ def test_an_order_is_repeated_until_the_frontend_acts() -> None:
     ticket = rig.admit()
     other = "d2" if ticket.decode == "d1" else "d1"
     rig.wait(10, beats=(other,))
-    told = [order for _, order in rig.orders if order.ticket_id == ticket.ticket_id]
-    assert len(told) >= 2 and len(set(told)) == 1
+    sent = [order for _, order in rig.orders if order.ticket_id == ticket.ticket_id]
+    assert len(sent) >= 2 and len(set(sent)) == 1
     rig.lost(ticket, Role.DECODE)
     before = len(rig.orders)
     rig.wait(6, beats=(other,))
@@ -299,8 +299,8 @@ def test_a_tag_mismatch_is_counted_logged_and_held_against_the_book() -> None:
     assert rig.machine.counters["tag_mismatch_events"] == 1
     [line] = [line for line in rig.logs if line.startswith("tag mismatch")]
     assert f"request r~2: page 9 for page 5; the book says page 5, tag {tag(105):#x}" in line
-    [told] = audit(rig.machine)["tag_mismatches"]
-    assert (told["replica_id"], told["ticket_id"], told["page_known"], told["tag_known"]) == (
+    [mismatch] = audit(rig.machine)["tag_mismatches"]
+    assert (mismatch["replica_id"], mismatch["ticket_id"], mismatch["page_known"], mismatch["tag_known"]) == (
         "d",
         7,
         5,

@@ -26,7 +26,7 @@ def test_a_target_that_the_platform_does_not_take_is_asked_again_later() -> None
 def test_what_the_platform_holds_is_where_each_decision_starts() -> None:
     rig = scaled_rig(2)
     fill(rig, 8)
-    rig.platform[Role.DECODE] = 5  # by somebody else: a dashboard, a new deployment
+    rig.platform[Role.DECODE] = 5  # by others: a dashboard, a new deployment
     assert run(rig, 5) == []
     assert rig.machine.autoscaler.sizes.target(Role.DECODE, rig.now) == 5
     assert "of 500" in rig.machine.autoscaler.reason(Role.DECODE)

@@ -73,7 +73,7 @@ def test_a_dead_frontend_takes_its_requests_with_it_at_once() -> None:
     assert (mine.ticket_id, 1) in rig.beat(mine.decode).cancel
     assert rig.machine.counters["cancelled"] == 1
     rig.step(FrontendGone("f"))
-    rig.step(FrontendGone("nobody"))
+    rig.step(FrontendGone("unknown"))
     assert rig.audit() == []
 
 

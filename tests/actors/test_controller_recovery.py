@@ -87,7 +87,7 @@ def test_old_work_that_nobody_claims_is_stale(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     new = reborn(rig)
     waiting = new.hand_over(ticket, timeout_s=60)
-    assert new.report(held=((ticket.ticket_id, 1),)) == [], "somebody may still claim it"
+    assert new.report(held=((ticket.ticket_id, 1),)) == [], "a process may still claim it"
     new.wait(6, frontends=())
     assert new.answer(waiting) is Verdict.STALE
     assert new.report(held=((ticket.ticket_id, 1),)) == [(ticket.ticket_id, 1)]

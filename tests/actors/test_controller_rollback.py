@@ -136,13 +136,13 @@ def something_of_everything() -> tuple[ControllerDriver, dict[str, Ticket]]:
 def every_kind(rig: ControllerDriver, tickets: dict[str, Ticket]) -> dict[str, Any]:
     total = rig.machine.registry.replicas["d1"].announcement.blocks_total
     occupancy = Occupancy(blocks_total=total, blocks_free=total - 2, blocks_held=2)
-    told = (
+    replica_events = (
         ReplicaEvent(kind=ReplicaEventKind.DECODE_STARTED, ticket_id=tickets["moving"].ticket_id),
         ReplicaEvent(kind=ReplicaEventKind.QUARANTINED),
     )
     pages = (PageDelta(request_id="x", released=True), PageDelta(request_id="y", added={1: tag(13)}))
     beat = ReplicaHeartbeat(
-        replica_id="d1", incarnation=1, occupancy=occupancy, events=told, pages=pages, counters={"a": 1}
+        replica_id="d1", incarnation=1, occupancy=occupancy, events=replica_events, pages=pages, counters={"a": 1}
     )
     admitted, sealed_one, decoding = tickets["admitted"], tickets["sealed"], tickets["decoding"]
     lost = LeaseLost(ticket_id=sealed_one.ticket_id, attempt=1, reason="gone")

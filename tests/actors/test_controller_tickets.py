@@ -1,4 +1,4 @@
-"""A ticket's way through the controller: the straight road, losses, doubled and late messages, restarts."""
+"""A ticket's way through the controller: the way without losses, losses, doubled and late messages, restarts."""
 
 from __future__ import annotations
 

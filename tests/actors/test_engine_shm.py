@@ -15,7 +15,7 @@ import pytest
 from actors.engine import engine_shm
 from actors.transfer.memory import socket_folder
 
-# As vLLM's engine core does it, and with the resource tracker killed as well: nobody is left to unlink.
+# As vLLM's engine core does it, and with the resource tracker killed as well: no process is left to unlink.
 ENGINE = """
 import time
 from multiprocessing import resource_tracker

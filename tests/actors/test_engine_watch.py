@@ -63,7 +63,7 @@ def test_the_limit_follows_the_longest_step(longest_s: float) -> None:
 
 def test_a_process_without_life_is_found_although_the_engine_never_answered() -> None:
     watch = EngineWatch(SILENT, HUNG)
-    assert watch.verdict(0, 0, 5000 * S) == ""  # nobody has written yet: it starts
+    assert watch.verdict(0, 0, 5000 * S) == ""  # no process has written yet: it starts
     assert watch.verdict(100 * S, 100 * S, 100 * S + SILENT) == ""
     assert "no life for 15.0 s" in watch.verdict(100 * S, 100 * S, 100 * S + SILENT + 1)  # 4
 

@@ -127,10 +127,10 @@ def test_the_controllers_book_follows(tracker: CheckTracker, seed: int) -> None:
 
 def report(tracker: CheckTracker, book: PageBook, pages_max: int, whole: bool = False) -> PageBook:
     """One heartbeat: what the controller does with it."""
-    told = tracker.take_page_deltas(pages_max, whole)
-    assert sum(len(delta.added) for delta in told.deltas) <= pages_max
-    book = PageBook() if told.whole else book
-    for delta in told.deltas:
+    report = tracker.take_page_deltas(pages_max, whole)
+    assert sum(len(delta.added) for delta in report.deltas) <= pages_max
+    book = PageBook() if report.whole else book
+    for delta in report.deltas:
         assert book.apply(delta, 1 << 20) == []
     return book
 
@@ -142,7 +142,7 @@ def owners(tracker: CheckTracker) -> dict[str, dict[int, int]]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_bounded_report_lags_and_is_never_wrong(tracker: CheckTracker, seed: int) -> None:
-    """Two pages a heartbeat: the book never counts more than is held, nobody's page twice, and catches up."""
+    """Two pages a heartbeat: the book never counts more than is held, no page twice, and catches up."""
     rng, book = random.Random(seed), PageBook()
     manager = tracker.guard._manager
     for number in range(120):
@@ -184,7 +184,7 @@ def test_verdicts_are_told_once(tracker: CheckTracker) -> None:
     take(tracker, "a", 2)
     pages = [block.block_id for block in tracker.guard._manager.held["a"]]
     tracker.guard.doubt = lambda page, reason: None  # type: ignore[method-assign]
-    tracker.condemn(Mismatch("a", 1, 29), 2)
+    tracker.fail_requests(Mismatch("a", 1, 29), 2)
     [verdict] = tracker.take_verdicts()
     assert (verdict["request_id"], verdict["page_found"], verdict["page_expected"]) == ("a", 29, pages[1])
     assert tracker.take_verdicts() == [] and len(tracker.audit(idle=False)["verdicts"]) == 1

@@ -5,8 +5,8 @@
 3. After every step `breaches` equals what the dumb model finds by looking at everything.
 4. A page whose free would leave fewer references than claims is not given back, and the breach has its history.
 5. A page in doubt is withheld when its last holder leaves, and never handed out until it is lifted; it is
-   ripe for that when no living request claims it from before.
-6. A page in the free list that somebody claims is not handed out.
+   releasable when no living request claims it from before.
+6. A page in the free list that a request claims is not handed out.
 7. A page handed out under a claim begins another life: the old claim is lost, not freed.
 8. `free + held + quarantined == total`; when idle nothing is held.
 9. Two claims need two references.
@@ -27,7 +27,7 @@ from actors.engine.integrity.ledger import COUNTER_BITS, STEPS_IN_FLIGHT, FreeAn
 
 
 class DumbPool:
-    """A pool that believes what it is told: reference counts and a free list."""
+    """A pool without checks of its own: reference counts and a free list."""
 
     def __init__(self, num_pages: int) -> None:
         self.refs = [0] * num_pages
@@ -266,11 +266,11 @@ def test_a_quarantined_page_is_ripe_when_no_living_request_claims_it_from_before
     (page,) = ledger.release("victim").kept
     assert ledger.free(page) is FreeAnswer.WITHHOLD and ledger.quarantined() == [2]
     ledger.step += 10
-    assert ledger.ripe() == []  # `holder` still believes that page 2 is its own
+    assert ledger.releasable() == []  # `holder` still believes that page 2 is its own
     assert ledger.release("holder").lost == ((0, 2),)
-    assert ledger.ripe() == [2]
+    assert ledger.releasable() == [2]
     ledger.step -= 8
-    assert ledger.ripe() == []  # a step of that time may be in flight
+    assert ledger.releasable() == []  # a step of that time may be in flight
 
 
 def test_one_long_request_does_not_keep_the_pages_of_others_in_quarantine() -> None:
@@ -282,7 +282,7 @@ def test_one_long_request_does_not_keep_the_pages_of_others_in_quarantine() -> N
         end(ledger, pool, f"r{page}")
     assert ledger.num_quarantined == 900
     ledger.step += STEPS_IN_FLIGHT
-    assert ledger.ripe() == list(range(2, 902))
+    assert ledger.releasable() == list(range(2, 902))
 
 
 def test_two_claims_on_one_reference_are_a_breach() -> None:
@@ -305,7 +305,7 @@ def test_fewer_references_than_claims_are_found_by_asking() -> None:
 
 
 def test_a_claim_is_written_once() -> None:
-    """The table may say later what it wants: the claim stays what it was, and the difference is told."""
+    """The table may say later what it wants: the claim stays what it was, and the difference is reported."""
     ledger, pool = ledger_of()
     tags = give(ledger, pool, "a", 1, 2)
     assert ledger.claim("a", 0, [1, 2]) == [] and not any(ledger.num_breaches.values())
@@ -326,7 +326,7 @@ def test_lost_pages_are_seen() -> None:
     pool.free.remove(2)
     assert ledger.idle_breaches(pool.free) == [
         "page 2 has 0 references and is not in the free list: lost",
-        "1 pages are held by nobody",
+        "1 pages are held by no request",
     ]
 
 

@@ -72,7 +72,7 @@ def test_it_asks_with_what_serve_holds_and_takes_the_answer_once(ray: Ray) -> No
     ray.answers[1] = 5
     assert turn(policy) == 5
     assert turn(policy, target=5) == 5, "an old answer is not given again"
-    assert turn(policy, target=3) == 3, "somebody else set it"
+    assert turn(policy, target=3) == 3, "it was set by others"
 
 
 def test_one_question_at_a_time_and_not_at_every_turn(ray: Ray) -> None:

@@ -1,4 +1,4 @@
-"""A flood is told from chance, from a batch, and from demand that comes back to where it was."""
+"""A spike differs from chance, from a batch, and from demand that comes back to where it was."""
 
 from __future__ import annotations
 

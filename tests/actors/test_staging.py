@@ -3,7 +3,7 @@
 Invariants:
 1. free + held == max, and no two regions overlap (Staging.breaches).
 2. A region is never given to another key while an engine may still write or read it.
-3. A region is given back once it is released or expired and nobody uses it, and not before.
+3. A region is given back once it is released or expired and not in use, and not before.
 4. A key holds at most one region.
 5. A request that could never fit raises; one that does not fit now gets None; one that fits a hole gets it.
 6. Nothing leaks: when everything is released and every engine is gone, all bytes are free in one hole.
@@ -138,6 +138,6 @@ def test_a_late_writer_keeps_its_bytes_from_everybody_else() -> None:
     assert first is not None and staging.open_writer((1, 1), "p0")
     assert staging.expire(5) == [(1, 1)]
     assert staging.grant((2, 1), 1, 10) is None  # the engine may still write there
-    assert not staging.open_reader((1, 1), "d0")  # and nobody may read it any more
+    assert not staging.open_reader((1, 1), "d0")  # and it may not be read any more
     assert staging.writer_done((1, 1), "p0")
     assert staging.grant((2, 1), 1, 10) is not None

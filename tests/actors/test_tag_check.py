@@ -37,8 +37,8 @@ MAX_ROWS = 6
 MAX_PAGES = 8
 
 
-class DeviceRoad(TagCheck):
-    """The CUDA road on the CPU: scattered updates, masks without looking, a proof that answers later."""
+class DeviceCheck(TagCheck):
+    """The CUDA code on the CPU: scattered updates, masks without looking, a proof that answers later."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -58,9 +58,9 @@ class DeviceRoad(TagCheck):
 class Batch:
     """A model of the engine's side: requests with pages, a batch order, tags by page."""
 
-    def __init__(self, rng: random.Random, road: type[TagCheck] = TagCheck) -> None:
+    def __init__(self, rng: random.Random, kind: type[TagCheck] = TagCheck) -> None:
         self.rng = rng
-        self.check = road(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
+        self.check = kind(NUM_PAGES, PAGE_TOKENS, MAX_ROWS, MAX_PAGES)
         self.delta = IntegrityDelta()
         self.tags: dict[int, int] = {}
         self.pages: dict[str, list[int]] = {}
@@ -125,7 +125,7 @@ class Batch:
         for row, request in enumerate(rows):
             pages = self.pages[request]
             table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            table[row, len(pages) :] = self.rng.randrange(NUM_PAGES)  # padding is nobody's business
+            table[row, len(pages) :] = self.rng.randrange(NUM_PAGES)  # padding belongs to no request
             lengths.append(self.rng.randint((len(pages) - 1) * PAGE_TOKENS + 1, len(pages) * PAGE_TOKENS))
         for _ in range(spoil if rows else 0):
             row = self.rng.randrange(len(rows))
@@ -150,7 +150,7 @@ class Batch:
             assert proof is None
             return
         assert proof is not None and proof.rows == len(rows)
-        if isinstance(self.check, DeviceRoad):
+        if isinstance(self.check, DeviceCheck):
             assert self.check.waited == 0  # nothing in the step asks the device
             proof = pickle.loads(pickle.dumps(proof))
             assert self.check.waited == 1 and type(proof) is Proof
@@ -169,13 +169,13 @@ class Batch:
         assert torch.equal(slots[sum(queries) :], slots_before[sum(queries) :])
 
 
-@pytest.mark.parametrize("road", [TagCheck, DeviceRoad])
+@pytest.mark.parametrize("kind", [TagCheck, DeviceCheck])
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
-def test_any_batch_in_any_order(road: type[TagCheck], seed: int) -> None:
+def test_any_batch_in_any_order(kind: type[TagCheck], seed: int) -> None:
     """Invariants 1 and 2."""
     rng = random.Random(seed)
-    batch = Batch(rng, road)
+    batch = Batch(rng, kind)
     for _ in range(25):
         batch.change()
         batch.step(spoil=rng.choice([0, 0, 0, 1, 2]))
@@ -201,7 +201,7 @@ def test_a_row_without_an_expectation_is_not_proven() -> None:
     check.step(None, step_view([[1], [2]], [3, 3], "a", "b"))
     proof = check.proof()
     assert proof is not None and proof.rows == 1 and check.rows_without_claim == 1  # 3
-    assert [m.request_id for m in proof.mismatches] == ["b"]  # and what nobody claims, nobody reads
+    assert [m.request_id for m in proof.mismatches] == ["b"]  # and what is not claimed is not read
     assert check.proof() is None
 
 

@@ -298,18 +298,18 @@ def no_such_actor(name: str, namespace: str) -> None:
 
 
 class Restarting:
-    """A controller that fails one report, and remembers what it was told before and after."""
+    """A controller that fails one report, and remembers what it got before and after."""
 
     def __init__(self) -> None:
         self.failing = False
-        self.told: list[list[object]] = []
+        self.reports: list[list[object]] = []
 
     async def call(self, report: TransferReport) -> list[tuple[int, int]]:
         if self.failing:
             self.failing = False
-            self.told.clear()
+            self.reports.clear()
             raise ray.exceptions.ActorUnavailableError("it is starting again", None)
-        self.told.append(list(report.events))
+        self.reports.append(list(report.events))
         return []
 
 
@@ -324,11 +324,11 @@ async def test_a_controller_that_was_away_hears_again_of_every_seal_that_waits_f
         await node.lease(ticket_id)
         link.send(sealed(ticket_id, last=True))
 
-    def told() -> list[int]:
-        return [event.seal.ticket_id for report in controller.told for event in report if isinstance(event, Sealed)]
+    def seals_reported() -> list[int]:
+        return [event.seal.ticket_id for report in controller.reports for event in report if isinstance(event, Sealed)]
 
-    await until(lambda: sorted(told()) == [1, 2, 3])
+    await until(lambda: sorted(seals_reported()) == [1, 2, 3])
     await node.transfer.release([(2, 1)])
     controller.failing = True
-    await until(lambda: not controller.failing and len(controller.told) > 1)
-    assert sorted(told()) == [1, 3], "once each, and not the one whose bytes are given back"
+    await until(lambda: not controller.failing and len(controller.reports) > 1)
+    assert sorted(seals_reported()) == [1, 3], "once each, and not the one whose bytes are given back"

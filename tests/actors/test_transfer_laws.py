@@ -6,8 +6,8 @@ Invariants:
 3. A key gets bytes at most once, and never after its end.
 4. A writer that is done without a complete seal is reported in the same step, with its ticket's bytes released.
 5. A seal is reported only when every shard has sealed its pages, and is reported again to a controller that failed.
-6. Who waits first and can be reached gets what is free: nobody waits beside memory that would do.
-7. While somebody waits at the front, the stretch kept for it is lent to nobody who asked later.
+6. Who waits first and can be reached gets what is free: no lease waits beside memory that would do.
+7. While a lease waits at the front, the stretch kept for it is not lent to one that came later.
 8. A report that fails is repeated: events reach the controller at least once, in order.
 9. Nothing leaks: when engines and copies have ended and time has passed, all bytes are free and no table has an entry.
 10. `violations()` is empty after every step.
@@ -37,7 +37,7 @@ LEASE_NS = 100
 
 @dataclass(slots=True)
 class Touch:
-    """Somebody who can touch these bytes now, whatever the machine thinks."""
+    """What can touch these bytes now, whatever the machine thinks."""
 
     who: str
     key: Key
@@ -360,7 +360,7 @@ class TransferLaws(RuleBasedStateMachine):
     # -- laws
 
     @invariant()
-    def nobody_waits_beside_memory_that_would_do(self) -> None:
+    def no_lease_waits_beside_memory_that_would_do(self) -> None:
         for waiting in self.machine.queue:
             if self.machine.engines.ready(waiting.engines):
                 holes = self.machine.staging._holes

@@ -98,7 +98,7 @@ def test_an_engine_that_is_gone_gets_no_bytes_and_one_that_is_not_there_yet_wait
     early = node.ask(1, MIB, "late#0")
     assert early not in node.answers
     small = node.ask(2)
-    assert isinstance(node.answers[small], Lease), "it holds up nobody"
+    assert isinstance(node.answers[small], Lease), "it delays no other"
     node.connect("late#0")
     assert isinstance(node.answers[early], Lease)
     node.step(ev.EngineGone("late#0", 3))
@@ -155,10 +155,10 @@ def test_an_opening_is_reported_once_however_often_a_shard_says_it() -> None:
     node.read(hand_over(lease), "d#0", "d#1")
     node.step(ev.FromEngine("d#0", opened(1, 0, 2)))
     node.step(ev.FromEngine("d#0", opened(1, 0, 2)))
-    assert not [each for each in node.told if isinstance(each, OpenedAt)], "the other shard has not opened yet"
+    assert not [each for each in node.reported if isinstance(each, OpenedAt)], "the other shard has not opened yet"
     node.step(ev.FromEngine("d#1", opened(1, 1, 2)))
     node.step(ev.FromEngine("d#1", opened(1, 1, 2)))
-    [whole] = [each.opened for each in node.told if isinstance(each, OpenedAt)]
+    [whole] = [each.opened for each in node.reported if isinstance(each, OpenedAt)]
     assert whole.verdicts == {Verdict.OK: 4} and whole.num_bytes == 200
     assert node.machine.staging.bytes_held == 0
 
@@ -283,11 +283,11 @@ def test_a_controller_that_was_away_hears_again_of_every_seal_that_waits_for_its
         node.lease(ticket_id)
         node.seal(ticket_id)
     node.step(ev.Released(((2, 1),)))
-    node.told.clear()
+    node.reported.clear()
     node.machine.step(ev.ReportFailed(), node.now_ns)
-    assert node.told == []
+    assert node.reported == []
     node.at(1)
-    assert sorted(each.seal.ticket_id for each in node.told if isinstance(each, Sealed)) == [1, 3]
+    assert sorted(each.seal.ticket_id for each in node.reported if isinstance(each, Sealed)) == [1, 3]
 
 
 def test_leases_that_the_controller_does_not_know_are_given_back() -> None:

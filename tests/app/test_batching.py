@@ -17,7 +17,7 @@ from app.rpc.batching import BatchingHandle
 
 
 class Actor:
-    """Answers what `answer` has something for at once, and the rest when it is told to."""
+    """Answers what `answer` has something for at once, and the rest when it is asked to."""
 
     def __init__(self) -> None:
         self.life = 1
@@ -85,7 +85,7 @@ async def test_what_comes_close_together_goes_in_one_call() -> None:
     assert await handle.call.remote(Ended(1, Outcome.DONE)) == "ok"
     answers = await asyncio.gather(*(handle.call.remote(Ended(n, Outcome.DONE)) for n in range(20)))
     assert answers == ["ok"] * 20 and [len(batch) for batch in actor.batches] == [1, 20]
-    assert actor.polls == 0, "nobody waits: no long poll"
+    assert actor.polls == 0, "none is waited for: no long poll"
 
 
 async def test_a_later_answer_comes_by_the_poll_and_a_failed_step_is_raised() -> None:
@@ -100,7 +100,7 @@ async def test_a_later_answer_comes_by_the_poll_and_a_failed_step_is_raised() ->
     actor.mailbox.put(numbers[0], "seal")
     assert await wait == "seal"
     await settle()
-    assert actor.polls == 2, "it stands only while somebody waits"
+    assert actor.polls == 2, "it stands only while a caller waits"
 
 
 @pytest.mark.parametrize("moment", ["sent", "reply", "poll", "life"])

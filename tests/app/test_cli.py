@@ -27,9 +27,9 @@ def test_the_version_names_what_the_service_stands_on(capsys: pytest.CaptureFixt
 
 def test_the_help_has_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
-    told = capsys.readouterr().out
+    shown = capsys.readouterr().out
     for word in (*cli.COMMANDS, *map(str, cli.EXIT_CODES)):
-        assert re.search(rf"^ +{word}  ", told, re.M), word
+        assert re.search(rf"^ +{word}  ", shown, re.M), word
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -42,13 +42,13 @@ def test_the_help_of_each_command_ends_with_examples_of_its_own_options(
     with pytest.raises(SystemExit) as stopped:
         cli.main([name, "--help"])
     assert stopped.value.code == 0
-    told, _, shown = capsys.readouterr().out.rpartition("examples:\n")
+    options, _, shown = capsys.readouterr().out.rpartition("examples:\n")
     assert [line.strip() for line in shown.splitlines()] == [
         f"pageferry {name} {each}".strip() for each in cli.COMMANDS[name].examples
     ]
     for word in shlex.split(" ".join(cli.COMMANDS[name].examples)):
         if word.startswith("--"):
-            assert word in re.findall(r"--[a-z][\w-]*", told), f"{word} is no option of {name}"
+            assert word in re.findall(r"--[a-z][\w-]*", options), f"{word} is no option of {name}"
 
 
 def test_ctrl_c_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

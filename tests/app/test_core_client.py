@@ -2,7 +2,7 @@
 
 Invariants, checked at the end of every test by `settled`:
 1. Every ticket that was granted is ended exactly once.
-2. A decode replica that lives and has an unfinished request of ours was told to abort it.
+2. A decode replica that lives and has an unfinished request of ours was asked to abort it.
 3. Nothing of a request is left in the client.
 """
 
@@ -381,6 +381,6 @@ async def test_no_word_of_an_error_inside_reaches_the_client(where: str) -> None
         faults.append(refused.fault)
     await until(lambda: faults)
     assert faults[0].status in (500, 503)
-    told = [fault.message for fault in faults] + [loss[2] for loss in far.losses]
-    assert not any(word in text for text in told for word in ("/opt", "pid", "10.0.0.7"))
+    texts = [fault.message for fault in faults] + [loss[2] for loss in far.losses]
+    assert not any(word in text for text in texts for word in ("/opt", "pid", "10.0.0.7"))
     client.shutdown()

@@ -262,8 +262,8 @@ async def test_faults_have_a_route_only_where_they_are_configured(server: Server
     assert (await server.ask("/faults", {"kind": "bit_flip", "victim": "x"}))[0] == 404
 
     async def fault(kind: str, victim: str, trial: int, more: float) -> Any:
-        if victim == "nobody":
-            raise NoVictim("no request 'nobody'")
+        if victim == "unknown":
+            raise NoVictim("no request 'unknown'")
         return {"fired": (kind, victim, trial, more)}
 
     routes = FastAPI()
@@ -275,7 +275,7 @@ async def test_faults_have_a_route_only_where_they_are_configured(server: Server
 
     done = await ask({"kind": "bit_flip", "victim": "x", "trial": 3})
     assert done == (200, {"fired": ["bit_flip", "x", 3, 0.0]})
-    assert (await ask({"kind": "bit_flip", "victim": "nobody"}))[0] == 404
+    assert (await ask({"kind": "bit_flip", "victim": "unknown"}))[0] == 404
     status, body = await ask({"victim": "x"})
     assert status == 400 and "kind" in body["error"]["message"]
 

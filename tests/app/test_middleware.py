@@ -169,10 +169,10 @@ async def test_tenants_are_told_by_their_key() -> None:
     assert status == 200 and json.loads(raw)["tenant"] == "blue"
     wrong: list[dict[str, Any]] = [{}, {"authorization": "Bearer sk-three"}, {"authorization": "Basic sk-one"}]
     for headers in wrong:
-        code, told, raw = await call("/v1/completions", {}, tenants=tenants, **headers)
+        code, answer_headers, raw = await call("/v1/completions", {}, tenants=tenants, **headers)
         error = json.loads(raw)["error"]
         assert (code, error["code"], error["type"]) == (401, "invalid_api_key", "invalid_request_error")
-        assert told["www-authenticate"] == "Bearer" and b"sk-" not in raw
+        assert answer_headers["www-authenticate"] == "Bearer" and b"sk-" not in raw
     assert (await call("/health", tenants=tenants, method="GET"))[0] == 200
     status, _, raw = await call("/v1/completions", {"cache_salt": "x"}, tenants=tenants, authorization="Bearer sk-one")
     assert status == 400 and json.loads(raw)["error"]["param"] == "cache_salt"
@@ -242,7 +242,7 @@ async def test_anthropics_header_names_the_tenant_too() -> None:
 
 @pytest.mark.parametrize(("path", "method"), [("/status", "GET"), ("/reset_prefix_cache", "POST"), ("/new", "GET")])
 async def test_what_is_not_for_clients_needs_the_admin_key(path: str, method: str) -> None:
-    """All but a list: a route that a new vLLM brings is closed until somebody has looked at it."""
+    """All but a list: a route that a new vLLM brings is closed until it is in the list."""
     keyed = Access(ring({"sk-one": "red"}, "sk-admin"), local=True)
     there = 404 if path == "/new" else 200
     wrong: list[dict[str, Any]] = [{}, {"authorization": "Bearer sk-one"}, {"x_api_key": "admin"}]
@@ -365,13 +365,13 @@ async def send_body(guard: RequestFilter, chunks: list[bytes], pause_s: float = 
 async def test_bodies_are_bounded_each_together_and_in_time() -> None:
     limits = FrontendSpec(body_bytes_max=2000, bodies_bytes_max=3000)
     guard = RequestFilter(APP, Access(frontend=limits))
-    code, told = await send_body(guard, [b"{}"], content_length="2001")
-    assert (code, told["read"]) == (413, 0) and "frontend.body_bytes_max" in told["error"]["message"]
-    code, told = await send_body(guard, [b" " * 1500] * 3)
-    assert (code, told["read"]) == (413, 2), "without a length it is read as far as is allowed"
+    code, answer = await send_body(guard, [b"{}"], content_length="2001")
+    assert (code, answer["read"]) == (413, 0) and "frontend.body_bytes_max" in answer["error"]["message"]
+    code, answer = await send_body(guard, [b" " * 1500] * 3)
+    assert (code, answer["read"]) == (413, 2), "without a length it is read as far as is allowed"
     impatient = RequestFilter(APP, Access(frontend=FrontendSpec(body_wait_s=0.2)))
-    code, told = await send_body(impatient, [b" "] * 50, pause_s=0.05)
-    assert code == 408 and told["read"] < 10
+    code, answer = await send_body(impatient, [b" "] * 50, pause_s=0.05)
+    assert code == 408 and answer["read"] < 10
     body = b'{"a": "' + b"x" * 1900 + b'"}'
     slow = [send_body(guard, [body[:1800], body[1800:]], pause_s=0.05) for _ in range(3)]
     codes = sorted(code for code, _ in await asyncio.gather(*slow))

@@ -1,4 +1,4 @@
-"""When a ticket gets its next attempt, nobody stays with the old one: neither siblings, nor streams, nor replicas."""
+"""When a ticket gets its next attempt, neither siblings, nor streams, nor replicas stay with the old one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What a service makes of a compressed checkpoint at its start. Laws: (1) what was found bad is refused, with a way
-out; (2) what nobody judged is served with a clear warning, and refused where that is required; (3) what was judged good
+out; (2) what has no verdict is served with a warning, and refused where that is required; (3) what was judged good
 under the pool's own KV format is served in silence; (4) a file that cannot be read is no pass."""
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Service:
         self.check.step(delta, view if rows else None)
         mismatches = self.tracker.judge(scheduled, self.check.proof())
         for mismatch in mismatches:
-            self.tracker.condemn(mismatch, 99)
+            self.tracker.fail_requests(mismatch, 99)
             self.end(mismatch.request_id)
         return mismatches
 
@@ -265,20 +265,20 @@ def test_each_fault_is_told_once_and_as_what_it_is() -> None:
     tracker = service.tracker
     assert tracker is not None
 
-    def told() -> list[tuple[str, int]]:
+    def verdicts() -> list[tuple[str, int]]:
         return [(breach["law"], breach["page"]) for breach in tracker.audit(idle=False, forget=True)["breaches"]]
 
     victim = service.admit(list(range(100, 100 + 3 * BLOCK)))
-    assert victim is not None and service.step(rng) == [] and told() == []
+    assert victim is not None and service.step(rng) == [] and verdicts() == []
     block = service.manager.coordinator.single_type_managers[0].req_to_blocks[victim][1]
     service.pool.evict_blocks({block.block_id})
     tracker.guard.pool_free([block])
     tracker.guard.blind_to.add(block.block_id)
     taker = service.admit(list(range(200, 200 + 3 * BLOCK)))
     assert taker is not None and block.block_id in service.manager.get_block_ids(taker)[0]
-    assert told() == [("life", block.block_id)]
+    assert verdicts() == [("life", block.block_id)]
     assert [m.request_id for m in service.step(rng)] == [victim]
-    assert told() == []  # the victim's end gives the page back to nobody, and asks nobody to
+    assert verdicts() == []  # the victim's end gives the page to no other request, and asks for nothing
     service.end(taker)
     assert tracker.ledger.num_quarantined == 1 and block.block_id in tracker.ledger.quarantined()
 
@@ -289,10 +289,10 @@ def test_each_fault_is_told_once_and_as_what_it_is() -> None:
     assert page == service.manager.get_block_ids(two)[0][0]
     service.pool.blocks[page].ref_cnt -= 1
     service.end(one)
-    assert told() == [("freed_while_held", page)]
+    assert verdicts() == [("freed_while_held", page)]
     assert service.pool.blocks[page].ref_cnt == 1 and service.step(rng) == []
     service.end(two)
-    assert told() == [] and page in tracker.ledger.quarantined()
+    assert verdicts() == [] and page in tracker.ledger.quarantined()
     service.empty()
     assert tracker.audit(idle=True)["laws_broken"] == []
 

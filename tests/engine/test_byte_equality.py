@@ -141,7 +141,7 @@ async def test_pages_are_what_decode_would_have_written(num_tokens: int, scales:
         for layer in range(LAYERS):
             assert torch.equal(bench.target[layer][target_ids], expected[layer][target_ids])
             others = [i for i in range(BLOCKS) if i not in target_ids]
-            assert (bench.target[layer][others] == POISON).all(), "a page of somebody else was written"
+            assert (bench.target[layer][others] == POISON).all(), "a page of another request was written"
         assert len(bench.transfer.machine.staging) == 0 and bench.transfer.machine.violations() == []
 
 

@@ -1,7 +1,7 @@
 """Every kind of fault, put into a real engine pair with the check on: two trials a kind, fifty in `make soak`.
 
 1. It is noticed, by what `KINDS` says has to notice it.
-2. Exactly the victim ends (or nobody, where the pages can be had again); the neighbours' tokens are what they were.
+2. Exactly the victim ends (or none, where the pages can be had again); the neighbours' tokens are what they were.
 3. No wrong token leaves the engine.
 4. The engine lives on and its ledger is clean.
 5. Faults that the configuration does not allow are refused.

@@ -4,7 +4,7 @@
 2. Rounds rotate, the warm-up is cut, every arm gets the same prompts, and no two rounds share one.
 3. A slower arm is found slower, and an arm that is the same is not; a broken one gives breaches and no speed.
 4. Each load does what it says: concurrency, times, ramp to the objective, turns that carry what was said.
-5. A page opens in a real browser, has its plot inside and asks nobody for anything.
+5. A page opens in a real browser, has its plot inside and loads nothing from elsewhere.
 """
 
 from __future__ import annotations

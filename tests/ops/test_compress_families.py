@@ -1,5 +1,5 @@
 """Which modules are packed. Laws: (1) `ignore` matches exactly the kept modules; (2) what engines fuse is never mixed;
-(3) what carries no INT4 anywhere (router, embeddings, norms, lm_head) can be asked for by nobody."""
+(3) what carries no INT4 anywhere (router, embeddings, norms, lm_head) cannot be asked for."""
 
 from __future__ import annotations
 

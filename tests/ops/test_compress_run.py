@@ -1,5 +1,5 @@
 """The run itself. Laws: (1) the bytes depend on source and options alone, not on workers, memory or kills; (2) the
-destination appears whole or not at all; (3) memory stays within its bound; (4) what we wrote decodes, by another road,
+destination appears whole or not at all; (3) memory stays within its bound; (4) what we wrote decodes, by other code,
 to what the report says, and damage is found."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Real engines deployed in three ways onto one Ray cluster, changed under load, and moved off a node that goes.
 
-`pageferry deploy` (Serve's declarative road), again with other settings while requests run; `serve.run(build(...))`
+`pageferry deploy` (Serve's declarative way), again with other settings while requests run; `serve.run(build(...))`
 with a handle; an ingress that routes by `model`; `pageferry drain` of the node with the engine. Decode alone, so that
 every engine is one process more. Raylets on this machine: the head has no room for an engine.
 """

@@ -139,7 +139,7 @@ def folder_of(pid: int) -> Path:
 
 
 def settled(running: Running) -> dict[str, Any]:
-    """Once nothing runs: every law holds, and no page is held by anybody. Returns the audit."""
+    """Once nothing runs: every law holds, and no page is held. Returns the audit."""
     until = time.monotonic() + 15
     while True:
         status = fetch(running.url, "/status?audit=1")
@@ -240,7 +240,7 @@ def test_a_request_that_can_is_run_again_elsewhere_and_nobody_notices(running: R
     assert counters["tag_mismatch_events"] == 1 and counters["page_integrity_retries"] == 1
     first = audit["engines"][mismatch["replica_id"]]
     [verdict] = first["integrity"]["verdicts"]
-    # The registry heard of the page by another road, and says the same.
+    # The registry heard of the page by another path, and says the same.
     assert mismatch["page_known"] == verdict["page_expected"]
     others = [engine for name, engine in audit["engines"].items() if name != mismatch["replica_id"]]
     assert [engine["scheduler"]["counters"]["integrity_requests_ended"] for engine in others] == [0]

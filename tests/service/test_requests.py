@@ -1,4 +1,4 @@
-"""Requests through the real service: hand-over, n, two frontends, internal fields, the client over both roads."""
+"""Requests through the real service: hand-over, n, two frontends, internal fields, the client by HTTP and handle."""
 
 from __future__ import annotations
 

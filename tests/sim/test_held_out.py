@@ -1,4 +1,4 @@
-"""The comparison on seeds that nobody tuned on: pairs of the same arrivals, and what their differences show."""
+"""The comparison on seeds that were not tuned on: pairs of the same arrivals, and what their differences show."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ def test_the_command_prints_a_summary_and_a_story(capsys: pytest.CaptureFixture[
     assert {"seeds", "violations", "requests", "lost", "duplicated", "leaked"} <= set(summary)
     assert summary["seeds"] == 2 and "| seeds | 40 .. 41 |" in table.read_text()
     assert cli.main(["--seed", "40", "--story"]) == 0
-    told = capsys.readouterr().out
-    assert "r0 comes: " in told and "r0 done with " in told and "FAULT " in told
+    shown = capsys.readouterr().out
+    assert "r0 comes: " in shown and "r0 done with " in shown and "FAULT " in shown
     assert cli.main(["--faults", "meteor"]) == 2
     assert "known faults: crash_prefill" in capsys.readouterr().err
 

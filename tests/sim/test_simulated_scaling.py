@@ -126,14 +126,14 @@ def test_the_published_gain_grows_with_what_requests_hold() -> None:
 
 
 def test_a_large_cluster_is_driven_and_audited() -> None:
-    told = scale.measure_all([8], seconds=8.0)
-    room, full = told["runs"]
+    record = scale.measure_all([8], seconds=8.0)
+    room, full = record["runs"]
     assert room["audit_clean"] and full["audit_clean"], (room["breaches"], full["breaches"])
     counts = {row["kind"]: row["count"] for row in room["steps"]}
     assert counts["AdmitRequest"] > 40 and counts["TransferReport"] > 60 and counts["Ended"] > 0
     assert room["waiting"] == 0 < full["waiting"] and room["busy_answers"] == 0
-    assert 1_000 < told["bytes_a_ticket"] < 20_000
-    assert scale.table(told).count("| AdmitRequest |") == 2
+    assert 1_000 < record["bytes_a_ticket"] < 20_000
+    assert scale.table(record).count("| AdmitRequest |") == 2
 
 
 def test_traces_have_the_rates_and_lengths_asked_for(tmp_path: Path) -> None:

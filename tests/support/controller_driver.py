@@ -136,7 +136,7 @@ class ControllerDriver:
             self.step(Tick())
 
     def ask_sizes(self) -> None:
-        """As the platform does: tells what it holds and takes what it is told, unless it `refuses`."""
+        """As the platform does: tells what it holds and takes what it is asked for, unless it `refuses`."""
         for role in (Role.DECODE, Role.PREFILL):
             members = [r for r in self.machine.registry.replicas.values() if r.role is role]
             held = self.platform.setdefault(role, len(members))
@@ -269,9 +269,9 @@ class ControllerDriver:
 
     def frontend_beat(self, frontend: str = "f", live: tuple[int, ...] | None = None, stamp: int | None = None) -> Any:
         owned = self.machine.registry.by_frontend.get(frontend, set())
-        told = tuple(sorted(owned)) if live is None else live
+        tickets = tuple(sorted(owned)) if live is None else live
         said = self.stamps.get(frontend, 0) if stamp is None else stamp
-        reply = self.answers[self.call(FrontendHeartbeat(frontend, told, said))]
+        reply = self.answers[self.call(FrontendHeartbeat(frontend, tickets, said))]
         self.stamps[frontend] = reply.stamp
         return reply
 

@@ -102,7 +102,7 @@ BUGS = (
         "none",
     ),
     Bug(
-        "a controller that has come back is not told of the live tickets",
+        "a controller that has come back does not hear of the live tickets",
         "app/rpc/controller_loops.py",
         "if not reply.known:",
         "if False:",

@@ -25,7 +25,7 @@ class Node:
         self.now_ns = 0
         self.answers: dict[int, object] = {}
         self.effects: list[ev.Effect] = []
-        self.told: list[object] = []
+        self.reported: list[object] = []
         self._calls = 0
         self._links = 0
         for engine in engines or ("p#0", "d#0"):
@@ -38,7 +38,7 @@ class Node:
                 assert effect.call_id not in self.answers, "a call is answered once"
                 self.answers[effect.call_id] = effect.value if isinstance(effect, ev.Answer) else effect
             if isinstance(effect, ev.Report):
-                self.told += effect.events
+                self.reported += effect.events
         assert self.machine.violations() == []
         self.effects += effects
         if any(isinstance(effect, ev.Report) for effect in effects):
@@ -80,7 +80,7 @@ class Node:
         self.step(ev.FromEngine(engine, sealed(ticket_id, shard=shard, num_shards=num_shards)))
 
     def lost(self) -> dict[Key, str]:
-        return {(each.ticket_id, each.attempt): each.reason for each in self.told if isinstance(each, LeaseLost)}
+        return {(each.ticket_id, each.attempt): each.reason for each in self.reported if isinstance(each, LeaseLost)}
 
 
 def sealed(ticket_id: int, first_page: int = 0, last: bool = True, shard: int = 0, num_shards: int = 1) -> PagesSealed:

@@ -18,7 +18,7 @@ from actors.engine.vllm_patches import replace
 logger = logging.getLogger("pageferry.integrity")
 
 SCRUBBED_PER_STEP = 16
-RELIEVE_EVERY_STEPS = 16  # asking which pages can be lifted looks at every claim
+TRIM_EVERY_STEPS = 16  # asking which pages can be lifted looks at every claim
 QUARANTINED_SHARE_MAX = 0.05
 
 
@@ -72,7 +72,7 @@ class BlockPoolHooks:
     # -- in the place of the pool's methods
 
     def get_new_blocks(self, num_blocks: int) -> Any:
-        """Pages that somebody still holds, or that are in doubt, do not leave the free list."""
+        """Pages that a request still holds, or that are in doubt, do not leave the free list."""
         queue = self.pool.free_block_queue
         block = queue.fake_free_list_head.next_free_block
         seen = 0
@@ -83,7 +83,7 @@ class BlockPoolHooks:
                     self._take_out(block)
                     block = following
                     continue
-                # Nothing else is left: the tags will stop whoever still reads it.
+                # Nothing else is left: the tags will stop a request that still reads it.
                 block.ref_cnt = 0
             seen += 1
             block = following
@@ -192,8 +192,8 @@ class BlockPoolHooks:
             block.ref_cnt = 1
             self.ledger.withhold(page)
 
-    def scrub(self) -> None:
-        """A few pages a step: a count that fell below its claims is found even if nobody touches the page."""
+    def check_some_pages(self) -> None:
+        """A few pages a step: a count that fell below its claims is found even if no request touches the page."""
         begin, ledger = self._scrub_at, self.ledger
         end = min(begin + SCRUBBED_PER_STEP, ledger.num_pages)
         for block, claims in zip(self.pool.blocks[begin:end], ledger.claim_counts(begin, end)):
@@ -202,11 +202,11 @@ class BlockPoolHooks:
                 self.repair(block)
         self._scrub_at = 1 if end == ledger.num_pages else end
 
-    def relieve(self) -> None:
-        """Keeps the quarantine from starving the scheduler: above its share, pages that nobody can hold are lifted."""
+    def trim_quarantine(self) -> None:
+        """Keeps the quarantine from starving the scheduler: above its share it releases pages that no request holds."""
         excess = self.ledger.num_quarantined - self._quarantine_max
-        if excess > 0 and self.ledger.step % RELIEVE_EVERY_STEPS == 0:
-            self.lift(self.ledger.ripe()[:excess])
+        if excess > 0 and self.ledger.step % TRIM_EVERY_STEPS == 0:
+            self.lift(self.ledger.releasable()[:excess])
 
     def lift(self, pages: Sequence[int]) -> None:
         """Out of quarantine and back into the pool."""

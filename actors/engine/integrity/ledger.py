@@ -44,7 +44,7 @@ class Law(StrEnum):
 class FreeAnswer(StrEnum):
     GIVE = "give"  # one reference less; the page goes back to the pool if that was the last one
     WITHHOLD = "withhold"  # the last reference of a page in doubt: it stays out of the free list
-    REFUSE = "refuse"  # nothing may change: somebody still holds the page
+    REFUSE = "refuse"  # nothing may change: a request still holds the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Ledger:
         self._claims: dict[str, _Claim] = {}
         self._doubt: dict[int, str] = {}  # page -> why; may still be held
         self._births = 0
-        # In doubt and held by nobody, that is quarantined, oldest first: page -> (births, step) when it went in.
+        # In doubt and held by no request, that is quarantined, oldest first: page -> (births, step) when it went in.
         self._withheld: dict[int, tuple[int, int]] = {}
         self._events: deque[tuple[int, int, str, str, int]] = deque(maxlen=EVENTS_KEPT)
         self._breaches: deque[Breach] = deque(maxlen=BREACHES_KEPT)
@@ -284,7 +284,7 @@ class Ledger:
         self._withheld[page] = (self._births, self.step)
         self._note(page, "quarantined", "")
 
-    def ripe(self) -> list[int]:
+    def releasable(self) -> list[int]:
         """Quarantined pages that no living request claims since before they went in, oldest first.
 
         A claim on a former life counts too: that request still believes to hold the page. Steps that were in flight
@@ -361,7 +361,7 @@ class Ledger:
         if self._claims:
             found.append(f"{len(self._claims)} requests still have claims: {sorted(self._claims)[:8]}")
         if (held := self.num_pages - 1 - len(free) - len(self._withheld)) != 0:
-            found.append(f"{held} pages are held by nobody")
+            found.append(f"{held} pages are held by no request")
         return found
 
     def kept_breaches(self, forget: bool) -> list[Breach]:
@@ -389,7 +389,7 @@ class Ledger:
         }
 
     def _names(self, page: int) -> str:
-        return ", ".join(self.holders(page)[:4]) or "nobody"
+        return ", ".join(self.holders(page)[:4]) or "no request"
 
     def _note(self, page: int, what: str, request_id: str) -> None:
         tag = self._tags[page] if 0 <= page < self.num_pages else 0

@@ -47,27 +47,27 @@ class _Judging:
         return outputs
 
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> bool:
-        # vLLM counts quarantined pages as held and would refuse; with no request alive nobody can be hurt by them.
+        # vLLM counts quarantined pages as held and would refuse; with no request alive they can do no harm.
         self.connector.scheduler.tracker.lift_quarantine()
         reset: bool = super().reset_prefix_cache(*args, **kwargs)
         return reset
 
 
 def _end(scheduler: Any, tracker: CheckTracker, mismatches: list[Mismatch]) -> list[Request]:
-    """Condemned requests that are still alive, ended with FINISHED_ERROR."""
-    condemned: dict[str, None] = {}
+    """Requests that a mismatch fails and that still run, ended with FINISHED_ERROR."""
+    failed: dict[str, None] = {}
     waiting = {mismatch.request_id: mismatch for mismatch in mismatches}
     while waiting:
         request_id, mismatch = waiting.popitem()
         request = scheduler.requests.get(request_id)
-        if request_id in condemned or request is None or request.is_finished():
+        if request_id in failed or request is None or request.is_finished():
             continue
-        condemned[request_id] = None
+        failed[request_id] = None
         # Everything from the first token that has no good output yet: this step's, and what was scheduled after it.
         computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-        for other in tracker.condemn(mismatch, computed // scheduler.block_size):
+        for other in tracker.fail_requests(mismatch, computed // scheduler.block_size):
             waiting.setdefault(other, Mismatch(other, -1, -1))
-    ended: list[Request] = scheduler.finish_requests(condemned, RequestStatus.FINISHED_ERROR)
+    ended: list[Request] = scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR)
     return ended
 
 

@@ -1,10 +1,10 @@
 """The tag check, worker side: before the forward, on the block table that attention is about to read.
 
-Holds two things that came by different roads (`integrity.IntegrityDelta`): `page_tags`, the tag of each page's present
+Holds two things that came by different paths (`integrity.IntegrityDelta`): `page_tags`, the tag of each page's present
 life, and `expected`, what each request must find at each position, one row a request that stays where it is while the
 request lives. One kernel (`kernels.dispatch.check_tags`) compares `page_tags[table]` with `expected` for all rows of
 the step and stops those that are wrong: `slot_mapping` -1, so that they write nothing, and the null page in the table,
-so that they read nobody's page (and no page outside the cache). Their requests are named in the step's `Proof`.
+so that they read no request's page (and no page outside the cache). Their requests are named in the step's `Proof`.
 
 On CUDA nothing here waits for the device: the answer is copied into pinned memory behind the check, and the `Proof`
 waits for that copy when it leaves the worker, which is when the step's own results leave. An attention backend that

@@ -2,7 +2,7 @@
 
 Every page the pool hands out gets a new tag (`actors.engine.integrity.ledger`). When a request gets pages, the
 tags they have at that moment are written down as what it expects; both go to the worker as deltas in the step's
-metadata, by different roads: tags by page, from the pool's allocation callback; expectations by request and position,
+metadata, by different paths: tags by page, from the pool's allocation callback; expectations by request and position,
 from the allocation's result. The worker holds the one against the other through the block table that attention is
 about to read (`tag_check`) and answers each step with a `Proof`. `scheduler` ends who the proof names,
 before any token of that step leaves.
@@ -113,7 +113,7 @@ class Tracker(Protocol):
         """All pages of a request that was just admitted or resumed, in order."""
 
     def delta(self, step: Any) -> IntegrityDelta | None:
-        """Once a step, with its SchedulerOutput; None: the worker is told nothing."""
+        """Once a step, with its SchedulerOutput; None: the worker gets nothing."""
 
     def tags(self, block_ids: Iterable[int]) -> list[int] | None:
         """The tags that pages have now, for a writer that must not write into a later life; None: not tracked."""
@@ -161,7 +161,7 @@ class CheckTracker:
         self._waiting_since = 0.0  # of the oldest step after the last full proof; 0: none
         self._reports: list[dict[str, Any]] = []
         self._untold: deque[dict[str, Any]] = deque(maxlen=REPORTS_KEPT)  # verdicts that no heartbeat has carried yet
-        # Pages that no heartbeat has carried yet, by request: page -> tag. None until somebody asks for them.
+        # Pages that no heartbeat has carried yet, by request: page -> tag. None until they are asked for.
         self._taken: dict[str, dict[int, int]] | None = None
         self._given_back: dict[str, None] = {}  # requests that were reported and have released everything since
         self._reported: set[str] = set()
@@ -214,8 +214,8 @@ class CheckTracker:
         if step.num_scheduled_tokens:
             self._counters["integrity_steps"] += 1
             self._waiting_since = self._waiting_since or time.monotonic()
-        self.guard.scrub()
-        self.guard.relieve()
+        self.guard.check_some_pages()
+        self.guard.trim_quarantine()
         delta, self._next = self._next, IntegrityDelta()
         self._spent_ns += time.perf_counter_ns() - began
         return delta
@@ -245,7 +245,7 @@ class CheckTracker:
         self._counters["integrity_rows_checked"] += proof.rows
         self._counters["integrity_pages_checked"] += proof.pages
 
-    def condemn(self, mismatch: Mismatch, first_written: int) -> list[str]:
+    def fail_requests(self, mismatch: Mismatch, first_written: int) -> list[str]:
         """Puts the pages in doubt that this verdict concerns; returns who must end with the request.
 
         `first_written`: the first position that the step (and those already scheduled after it) was to write for this

@@ -1,4 +1,4 @@
-"""Occupancy scaling against Serve's, at equal floors and bounds, on arrivals that nobody tuned on.
+"""Occupancy scaling against Serve's, at equal floors and bounds, on arrivals that were not tuned on.
 
 `pageferry simulate held_out --repeats 8 --record FILE`: seeds 101 and up (`--seed 4`: 105 and up). Certainty, holds and
 steps of ours and the settings of Serve's were chosen on seeds 1 to 3 of `ops.bench.scaling.autoscale`. What is compared

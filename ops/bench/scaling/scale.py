@@ -284,12 +284,12 @@ def _vast(announcement: Announcement) -> Announcement:
     return msgspec.structs.replace(announcement, blocks_total=1 << 30, max_num_seqs=1 << 20)
 
 
-def table(told: dict[str, Any]) -> str:
+def table(record: dict[str, Any]) -> str:
     lines = [
         "| load | decode replicas | live tickets | of one core | step | count | mean us | p50 us | p99 us | worst us |",
         "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
-    for run in told["runs"]:
+    for run in record["runs"]:
         head = f"| {run['load']} | {run['replicas']:,} | {run['live_tickets']:,} | {run['share_of_one_core']:.0%} "
         for row in run["steps"]:
             times = f"{row['mean']} | {row['p50']} | {row['p99']} | {row['worst']}"
@@ -298,17 +298,17 @@ def table(told: dict[str, Any]) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    told = measure_all([int(size) for size in str(args.replicas).split(",")], args.seconds, args.seed)
+    record = measure_all([int(size) for size in str(args.replicas).split(",")], args.seconds, args.seed)
     if args.json:
-        print_json(told)
+        print_json(record)
     else:
-        print(table(told))
-    for path, text in ((args.markdown, table(told)), (args.record, json.dumps(told, indent=1) + "\n")):
+        print(table(record))
+    for path, text in ((args.markdown, table(record)), (args.record, json.dumps(record, indent=1) + "\n")):
         if path:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text)
     if args.plot:
         from ops.bench.scaling.plots import plot_decisions
 
-        plot_decisions(told["runs"], Path(args.plot) / "controller-decisions.png")
-    return 0 if all(run["audit_clean"] for run in told["runs"]) else 1
+        plot_decisions(record["runs"], Path(args.plot) / "controller-decisions.png")
+    return 0 if all(run["audit_clean"] for run in record["runs"]) else 1

@@ -76,14 +76,14 @@ class Staging:
     def plant(self, kind: str, victim: str, seconds: float = 30.0) -> None:
         """Tries until the victim is where the fault can happen. Raises when it never is."""
         until = time.monotonic() + seconds
-        told = ""
+        answered = ""
         while time.monotonic() < until:
             answer = requests.post(f"{self.service.url}/faults", json={"kind": kind, "victim": victim}, timeout=20)
-            told = answer.text
+            answered = answer.text
             if answer.status_code == 200 and (answer.json().get("fired") or "armed" in answer.json()):
                 return
             time.sleep(0.05)
-        raise RuntimeError(f"{kind} was not planted in {seconds:g} s: {told[:300]}")
+        raise RuntimeError(f"{kind} was not planted in {seconds:g} s: {answered[:300]}")
 
     def hurt(self, kind: str, words: int, tokens: int) -> None:
         """One request with that fault in it."""

@@ -22,7 +22,7 @@ HAND_OVER_S = 0.6  # the deadline that lost and late proofs run into
 MAX_TOKENS = 9
 
 # How far, in nats, the greedy token has to be ahead of the next one at every position of a prompt's answer. Company in
-# the batch and the road of the prompt's pages move the logits by rounding (up to 0.5 here, on BF16 matrix products and
+# the batch and the way of the prompt's pages move the logits by rounding (up to 0.5 here, on BF16 matrix products and
 # FP8 pages): a nearer tie would fall the other way now and then, and feign or hide a wrong page.
 MARGIN = 0.6
 # Plain statements that a small model continues with confidence.
@@ -122,7 +122,7 @@ class Harness:
         return harness
 
     async def _learn(self, tokenizer_path: str) -> None:
-        """Answers of each prompt alone; a prompt that comes near a tie, alone or by another road, is left out."""
+        """Answers of each prompt alone; a prompt that comes near a tie, alone or another way, is left out."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
@@ -134,11 +134,11 @@ class Harness:
             prompt.answer = alone.token_ids
             margin[prompt.name] = alone.margin
         candidates = [p for p in candidates if margin[p.name] >= MARGIN and len(p.token_ids) > BLOCK_TOKENS]
-        for road in ("together", "handed over", "from the cache"):
+        for way in ("together", "handed over", "from the cache"):
             runs = []
             for prompt in candidates:
-                over, salt = await self.seal(prompt) if road == "handed over" else None, self.salt()
-                if road == "from the cache":
+                over, salt = await self.seal(prompt) if way == "handed over" else None, self.salt()
+                if way == "from the cache":
                     await (await self.start_request(prompt, max_tokens=1, salt=salt)).ended()
                 runs.append(
                     await self.start_request(prompt, max_tokens=2 * MAX_TOKENS, salt=salt, over=over, margins=True)
@@ -147,7 +147,7 @@ class Harness:
                 await run.ended()
                 if run.num_wrong:
                     raise RuntimeError(
-                        f"prompt {run.prompt.name}, {road}: {run.token_ids} instead of {run.prompt.answer}, although "
+                        f"prompt {run.prompt.name}, {way}: {run.token_ids} instead of {run.prompt.answer}, although "
                         f"no two tokens were nearer than {MARGIN} nats when it ran alone: pages are wrong"
                     )
                 margin[run.prompt.name] = min(margin[run.prompt.name], run.margin)
@@ -263,7 +263,7 @@ class Harness:
 
 
 def spec_for(model: str, kinds: tuple[str, ...], seed: int, checked: bool, num_pages: int = NUM_PAGES) -> ClusterSpec:
-    """BF16 prefill and FP8 decode with few pages, so that freed pages are soon somebody else's."""
+    """BF16 prefill and FP8 decode with few pages, so that freed pages soon belong to another request."""
     pool = {
         "block_tokens": BLOCK_TOKENS,
         "kv_cache_gib": 1,

@@ -29,7 +29,7 @@ class Trial:
     number: int
     detected: bool = False
     by: str = ""  # what noticed it
-    victims_only: bool = False  # nobody but the victim was ended or disturbed
+    victims_only: bool = False  # only the victim was ended or disturbed
     wrong_tokens: int = 0
     false_alarms: int = 0  # requests ended although nothing was wrong with them
     ledger_clean: bool = False
@@ -118,7 +118,7 @@ async def taken(harness: Harness, trial: Trial, rng: random.Random) -> None:
         # When something else made the ledger look at the page first, it was never handed out.
         await _breach(harness, trial)
         if not (trial.detected or any(in_time)):
-            raise NotPlaced("nobody had taken the page when the victim's last step ran")
+            raise NotPlaced("no request had taken the page when the victim's last step ran")
         _watch(trial, victim, [neighbour, taker], victim_ends=False)
         return
     trial.tokens_after_fault = len(victim.token_ids) - at
@@ -127,7 +127,7 @@ async def taken(harness: Harness, trial: Trial, rng: random.Random) -> None:
 
 
 async def kept(harness: Harness, trial: Trial, rng: random.Random) -> None:
-    """A page goes back to the free list while it is read: the ledger takes it out again and nobody is hurt."""
+    """A page goes back to the free list while it is read: the ledger takes it out again and no request is harmed."""
     mine, other, newcomer = _pick(harness, rng, 3)
     victim = await harness.start_request(mine, max_tokens=2 * MAX_TOKENS, salt=harness.salt())
     neighbour = await harness.start_request(other)

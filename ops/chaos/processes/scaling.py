@@ -1,4 +1,4 @@
-"""The decode pool gets smaller, and the configuration changes, while requests run: nobody may notice."""
+"""The decode pool gets smaller, and the configuration changes, while requests run: no client may notice."""
 
 from __future__ import annotations
 
