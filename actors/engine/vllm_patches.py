@@ -125,6 +125,35 @@ TARGETS = (
         "loaded, so it is counted there (count_loaded_weights)",
     ),
     Target(
+        "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
+        ("dtype", "block_size", "head_size", "kv_cache_dtype"),
+        "refuses an FP8 cache on a CPU without AVX-512 (allow_fp8_pages)",
+    ),
+    Target(
+        "vllm._custom_ops:cpu_attn_reshape_and_cache",
+        (
+            "key", "value", "key_cache", "value_cache", "slot_mapping", "isa", "k_scale", "v_scale", "kv_cache_dtype",
+        ),
+        "has no kernel for FP8 without AVX-512 (cpu_fp8)",
+    ),
+    Target(
+        "vllm._custom_ops:cpu_attention_with_kv_cache",
+        (
+            "query", "key_cache", "value_cache", "output", "query_start_loc", "seq_lens", "scale", "causal",
+            "alibi_slopes", "sliding_window", "block_table", "softcap", "scheduler_metadata", "s_aux",
+            "dynamic_causal", "k_scale", "v_scale", "kv_cache_dtype",
+        ),
+        "the same (cpu_fp8)",
+    ),
+    Target(
+        "vllm._custom_ops:cpu_attn_get_scheduler_metadata",
+        (
+            "num_reqs", "num_heads", "num_kv_heads", "head_dim", "seq_lens", "dtype", "query_start_loc", "causal",
+            "sliding_window_size", "isa", "enable_kv_split", "dynamic_causal", "kv_cache_dtype",
+        ),
+        "the same (cpu_fp8)",
+    ),
+    Target(
         "ray._private.authentication.http_token_authentication:get_auth_headers_if_auth_enabled",
         ("user_headers",),
         "calls to the dashboard of a cluster with authentication (controller.actor)",
@@ -233,6 +262,33 @@ def count_loaded_weights() -> None:
     base_loader.process_weights_after_loading = count_then_pack
 
 
+def allow_fp8_pages() -> None:
+    """FP8 caches for vLLM's CPU attention in this process, where the CPU has no AVX-512. Idempotent."""
+    from actors.engine.cpu_fp8 import Fp8Operators, is_fp8, is_needed
+
+    if not is_needed():
+        return
+    from vllm.v1.attention.backends import cpu_attn
+
+    if isinstance(cpu_attn.ops, Fp8Operators):
+        return
+    choose = cpu_attn._get_attn_isa
+
+    def choose_for_bf16(
+        dtype: torch.dtype, block_size: int, head_size: int | None = None, kv_cache_dtype: str | None = None
+    ) -> str:
+        isa: str = choose(dtype, block_size, head_size, None if is_fp8(kv_cache_dtype) else kv_cache_dtype)
+        if is_fp8(kv_cache_dtype) and isa != "vec":
+            raise NotImplementedError(
+                f"FP8 KV cache on a CPU without AVX-512 needs pages of a multiple of 32 tokens and heads of a multiple "
+                f"of 32, not block_size {block_size} and head_size {head_size}"
+            )
+        return isa
+
+    cpu_attn._get_attn_isa = choose_for_bf16
+    cpu_attn.ops = Fp8Operators(cpu_attn.ops)
+
+
 def set_kv_scales(layer: Any, k_scale: float, v_scale: float) -> None:
     """Of an attention layer: vLLM sets them from a checkpoint or to 1, and has no setting."""
     layer._k_scale.fill_(k_scale)
@@ -242,3 +298,4 @@ def set_kv_scales(layer: Any, k_scale: float, v_scale: float) -> None:
 
 
 shorten_busy_loop()
+allow_fp8_pages()

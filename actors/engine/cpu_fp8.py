@@ -1,0 +1,102 @@
+"""FP8 KV caches on x86 CPUs without AVX-512 and AMX, where vLLM 0.32 refuses them.
+
+`Fp8Operators` stands in the place of `vllm._custom_ops` in vLLM's CPU attention backend: tokens are written as e4m3 by
+our own kernel, and vLLM's BF16 attention reads the step's pages after they were widened. The cache holds half the bytes
+and the same pages as with AVX-512; each step also converts every page that it reads, which costs time, not memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.cpu_fp8_cache import widen_blocks, write_tokens
+
+
+def is_needed() -> bool:
+    """Whether this machine is an x86 CPU on which vLLM has no kernel for FP8 pages."""
+    from vllm.platforms import CpuArchEnum, current_platform
+
+    x86 = current_platform.is_cpu() and current_platform.get_cpu_architecture() == CpuArchEnum.X86
+    return x86 and not torch.cpu._is_avx512_supported() and not torch.cpu._is_amx_tile_supported()
+
+
+def is_fp8(kv_cache_dtype: str | None) -> bool:
+    return kv_cache_dtype in ("fp8", "fp8_e4m3")
+
+
+class Fp8Operators:
+    """What vLLM's CPU attention calls; anything but an FP8 cache goes to vLLM's own operators."""
+
+    def __init__(self, operators: Any) -> None:
+        self._operators = operators
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operators, name)
+
+    def cpu_attn_get_scheduler_metadata(self, *args: Any, kv_cache_dtype: str = "auto", **rest: Any) -> torch.Tensor:
+        dtype = "auto" if is_fp8(kv_cache_dtype) else kv_cache_dtype
+        metadata: torch.Tensor = self._operators.cpu_attn_get_scheduler_metadata(*args, kv_cache_dtype=dtype, **rest)
+        return metadata
+
+    def cpu_attn_reshape_and_cache(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        isa: str,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        if is_fp8(kv_cache_dtype):
+            write_tokens(key, value, _whole(key_cache), slot_mapping, k_scale, v_scale)
+        else:
+            self._operators.cpu_attn_reshape_and_cache(
+                key, value, key_cache, value_cache, slot_mapping, isa, k_scale, v_scale, kv_cache_dtype
+            )
+
+    def cpu_attention_with_kv_cache(
+        self,
+        *,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        output: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        kv_cache_dtype: str = "auto",
+        **rest: Any,
+    ) -> None:
+        if is_fp8(kv_cache_dtype):
+            pages, block_table = widen_blocks(_whole(key_cache), block_table, seq_lens)
+            blocks, heads, tokens, _ = pages.shape
+            key_cache, value_cache = pages.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
+            # Both are linear: K's scale in the dot products, V's in their sum.
+            scale, factor, kv_cache_dtype = scale * k_scale, v_scale, "auto"
+        else:
+            factor = 1.0
+        self._operators.cpu_attention_with_kv_cache(
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=output,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            scale=scale,
+            kv_cache_dtype=kv_cache_dtype,
+            **(rest if factor != 1.0 or kv_cache_dtype == "auto" else rest | {"k_scale": k_scale, "v_scale": v_scale}),
+        )
+        if factor != 1.0:
+            output.mul_(factor)
+
+
+def _whole(key_cache: torch.Tensor) -> torch.Tensor:
+    """vLLM's view of the K half, [blocks, H, page_tokens, D], back to the cache [blocks, H, page_tokens, 2 * D]."""
+    blocks, heads, tokens, dim = key_cache.shape
+    size = 2 * tokens * dim
+    return key_cache.as_strided((blocks, heads, tokens, 2 * dim), (heads * size, size, 2 * dim, 1))
