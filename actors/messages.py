@@ -239,7 +239,7 @@ class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages that a request took (`added`: page id -> tag) or gave back, since the last report.
+    """Pages that a request took (`added`: page id -> tag, 0 without tags) or gave back, since the last report.
 
     `added` is in the order of the request's positions. A report says first who has given everything back.
     """
@@ -257,7 +257,7 @@ class ReplicaHeartbeat(Request["HeartbeatReply"], frozen=True, kw_only=True):
     incarnation: int
     occupancy: Occupancy
     events: tuple[ReplicaEvent, ...] = ()
-    pages: tuple[PageDelta, ...] = ()  # only with integrity on; what does not fit comes with the next heartbeats
+    pages: tuple[PageDelta, ...] = ()  # what does not fit comes with the next heartbeats
     pages_whole: bool = False  # `pages` begins the replica's whole page state anew
     counters: dict[str, float] = {}  # running totals: integrity rows and pages checked, bytes sealed, ...
 

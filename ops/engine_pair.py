@@ -20,7 +20,6 @@ import msgspec
 from actors.controller.page_book import PageBook
 from actors.engine.config import set_environment
 from actors.engine.decode import DecodeServer
-from actors.engine.integrity.ledger import tag_epoch
 from actors.engine.prefill import PrefillServer
 from actors.messages import (
     Announcement,
@@ -95,7 +94,8 @@ class LocalHandle:
 class FakeController:
     """Stands where the controller stands: keeps proofs and what opening found; admits everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, tagged: bool = False) -> None:
+        self.tagged = tagged
         self.sealed: dict[tuple[int, int], asyncio.Future[Sealed]] = {}
         self.opened: dict[tuple[int, int], Opened] = {}
         self.lost: dict[tuple[int, int], str] = {}
@@ -127,7 +127,7 @@ class FakeController:
     def _take_pages(self, heartbeat: ReplicaHeartbeat) -> None:
         replica = self.joined[heartbeat.replica_id]
         if heartbeat.pages_whole or replica.replica_id not in self.books:
-            self.books[replica.replica_id] = PageBook(tag_epoch(replica.replica_id, replica.incarnation))
+            self.books[replica.replica_id] = PageBook.of(replica, self.tagged)
         for delta in heartbeat.pages:
             self.pages_reported += len(delta.added)
             self.page_problems += self.books[replica.replica_id].apply(delta, replica.blocks_total)
@@ -165,7 +165,7 @@ class EnginePair:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
-        self.controller = FakeController()
+        self.controller = FakeController(tagged=spec.integrity.mode == "check")
         self._tickets = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[Any]] = {}
         self.prefill: PrefillServer | None = None

@@ -20,7 +20,6 @@ from actors.controller.recovery import Recovery
 from actors.controller.registry import Node, Replica
 from actors.controller.ticket_state import TicketEvent
 from actors.controller.tickets import ATTEMPTS_MAX
-from actors.engine.integrity.ledger import tag_epoch
 from actors.messages import (
     CommandKind,
     FrontendCommand,
@@ -77,7 +76,8 @@ class Membership(Recovery):
         if known is not None:
             self._drop_replica(known, f"{new.replica_id} has restarted", now_ns)
         idle = Occupancy(blocks_total=new.blocks_total, blocks_free=new.blocks_total, blocks_held=0)
-        replica = Replica(new, now_ns, now_ns, idle, book=PageBook(tag_epoch(new.replica_id, new.incarnation)))
+        book = PageBook.of(new, tagged=self.spec.integrity.mode == "check")
+        replica = Replica(new, now_ns, now_ns, idle, book=book)
         self.registry.replicas[new.replica_id] = replica
         for ticket_id in sorted(self._orphaned_by_replica.pop(new.replica_id, ())):
             live = self.registry.tickets.get(ticket_id)

@@ -1,4 +1,4 @@
-"""Which request holds which pages with which tags on one replica. Pure."""
+"""Which request holds which pages with which tags on one replica; with integrity off every tag is 0. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from actors.controller.journal import Tracked, TrackedDict
-from actors.engine.integrity.ledger import COUNTER_BITS
-from actors.messages import Occupancy, PageDelta, ReplicaId, Role, TicketId
+from actors.engine.integrity.ledger import COUNTER_BITS, tag_epoch
+from actors.messages import Announcement, Occupancy, PageDelta, ReplicaId, Role, TicketId
 
 KEPT_NS = 15_000_000_000  # an engine gives pages back within a step, and its next reports say so
 
@@ -51,13 +51,17 @@ class PageBook(Tracked):
     __slots__ = ("ended", "epoch", "owners", "pages", "suspicions", "tickets", "wrongly_shared")
 
     def __init__(self, epoch: int = 0) -> None:
-        self.epoch = epoch  # in the tags of the replica's present life
+        self.epoch = epoch  # in the tags of the replica's present life; 0: there are no tags to check
         self.tickets: TrackedDict[str, TicketId] = TrackedDict()  # of owners, where the report named one
         self.ended: TrackedDict[str, int] = TrackedDict()  # owners whose ticket is over: since when
         self.owners: TrackedDict[str, TrackedDict[int, int]] = TrackedDict()
         self.pages: TrackedDict[int, Page] = TrackedDict()
         self.wrongly_shared: TrackedDict[str, str] = TrackedDict()  # owner -> what is wrong with one of its pages
         self.suspicions = 0  # ever: a page taken under a new tag while another request still owned it under the old one
+
+    @classmethod
+    def of(cls, replica: Announcement, tagged: bool) -> PageBook:
+        return cls(tag_epoch(replica.replica_id, replica.incarnation) if tagged else 0)
 
     def apply(
         self, delta: PageDelta, blocks_total: int, content_of: Callable[[TicketId, int], int] = _unknown

@@ -217,7 +217,7 @@ def audit(machine: Machine) -> dict[str, Any]:
 
 
 def pages(machine: Machine) -> dict[str, Any]:
-    """Every replica's pages by owner, as the engines have reported them. Without tags (`integrity.mode: off`) none."""
+    """Every replica's pages by owner, as the engines have reported them."""
     tickets = machine.registry.tickets
     return {
         replica.id: {

@@ -47,14 +47,14 @@ def utilities_of(scheduler: FerryConnectorScheduler) -> dict[str, Callable[..., 
     def pageferry_beat(core: Any, pages_max: int, whole: bool) -> dict[str, Any]:
         """`pageferry_scheduler`, and for a heartbeat of the same moment: page deltas and verdicts since the last one.
 
-        `pages`: (request, released, [page, ...], [tag, ...]) as plain values. See `CheckTracker.take_page_deltas`.
+        `pages`: (request, released, [page, ...], [tag, ...]) as plain values. See `Tracker.take_page_deltas`.
         """
         answer = pageferry_scheduler(core)
         tracker = scheduler.tracker
+        report = tracker.take_page_deltas(pages_max, whole)
+        answer["pages_whole"] = report.whole
+        answer["pages"] = [(d.request_id, d.released, list(d.added), list(d.added.values())) for d in report.deltas]
         if isinstance(tracker, CheckTracker):
-            report = tracker.take_page_deltas(pages_max, whole)
-            answer["pages_whole"] = report.whole
-            answer["pages"] = [(d.request_id, d.released, list(d.added), list(d.added.values())) for d in report.deltas]
             answer["verdicts"] = tracker.take_verdicts()
         return answer
 

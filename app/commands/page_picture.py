@@ -15,8 +15,7 @@ def picture(replica_id: str, found: dict[str, Any], width: int = 64) -> list[str
     total, owners = int(found["blocks_total"]), found["owners"]
     lines = [f"{found['pool']} {replica_id} ({found['state']}): {_counts(found)}"]
     if not owners:
-        why = "the engine reports none: integrity.mode is off, or nothing has been computed" if held(found) else "idle"
-        return [*lines, f"  no pages with owners: {why}"]
+        return [*lines, f"  no pages with owners: {'not reported yet' if held(found) else 'idle'}"]
     marks = page_marks(found)
     a_mark = max(1, -(-total // (width * ROWS_MAX)))
     firsts = range(1, total + 1, a_mark)  # page 0 is the engine's null page

@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
     "transfer": {"lease_s": 12.0, "hand_over_s": 6.0},
     "admission": {"queue_max": 24, "queue_wait_s": 12.0, "stale_after_s": 2.0, "fence_after_s": 5.0},
     "scaling": {"mode": "off", "drain_deadline_s": 3.0},
+    "integrity": {"mode": "check"},
 }
 
 

@@ -317,7 +317,7 @@ def test_more_owned_pages_than_the_replica_holds_is_a_breach() -> None:
 
 
 def test_a_tag_of_another_life_of_the_replica_is_seen_at_the_report() -> None:
-    rig = ControllerDriver()
+    rig = ControllerDriver(spec_of(integrity={"mode": "check"}))
     rig.decode("d")
     rig.beat("d", held=1, pages=(PageDelta(request_id="a", added={1: tag(1)}),))
     assert rig.audit() == [] and "page_book_violations" not in rig.machine.counters

@@ -16,7 +16,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from actors.controller.page_book import PageBook
-from actors.engine.integrity.tracker import CheckTracker, Mismatch, Proof
+from actors.engine.integrity.tracker import CheckTracker, Mismatch, NoTracker, Proof
 from actors.messages import Occupancy
 from cluster.metrics import ENGINE_COUNTERS
 
@@ -178,6 +178,50 @@ def test_a_request_that_came_and_went_between_two_reports_is_not_told(tracker: C
     take(tracker, "a", 2)
     leave(tracker, "a")
     assert tracker.take_page_deltas(100).deltas == []
+
+
+def test_without_tags_the_tables_as_they_are_give_the_book() -> None:
+    """Random traffic, three pages a report; a request that was preempted has other pages under its old name."""
+    rng, tracker, book = random.Random(3), NoTracker(), PageBook()
+    tables: dict[str, list[Any]] = {}
+    tracker.bind(
+        SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(req_to_blocks=tables)]))
+    )
+    free = set(range(1, 60))
+
+    def take(name: str, num: int) -> None:
+        taken = [free.pop() for _ in range(num)]
+        tables.setdefault(name, []).extend(SimpleNamespace(block_id=page) for page in taken)
+
+    def leave(name: str) -> None:
+        free.update(block.block_id for block in tables.pop(name))
+
+    def report(pages_max: int, whole: bool = False) -> None:
+        nonlocal book
+        found = tracker.take_page_deltas(pages_max, whole)
+        assert sum(len(delta.added) for delta in found.deltas) <= pages_max
+        book = PageBook() if found.whole else book
+        for delta in found.deltas:
+            assert book.apply(delta, 60) == []
+        held = 59 - len(free)
+        assert book.breaches("d", Occupancy(blocks_total=59, blocks_free=len(free), blocks_held=held), 59) == []
+
+    for number in range(400):
+        do, names = rng.random(), list(tables)
+        if do < 0.5 and len(free) >= 5:
+            take(rng.choice([*names, f"r{number}"]), rng.randint(1, 5))
+        elif do < 0.8 and names:
+            leave(rng.choice(names))
+        elif names and (name := rng.choice(names)):  # preempted, and back at once
+            leave(name)
+            take(name, rng.randint(1, 5))
+        report(3, whole=rng.random() < 0.05)
+    for _ in range(30):
+        report(3)
+    assert {name: list(owned) for name, owned in book.owners.items()} == {
+        name: [block.block_id for block in table] for name, table in tables.items()
+    }
+    assert tables and tracker.take_page_deltas(100).deltas == []
 
 
 def test_verdicts_are_told_once(tracker: CheckTracker) -> None:

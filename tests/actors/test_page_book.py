@@ -94,6 +94,15 @@ def test_a_page_that_the_ledger_gives_to_a_stranger_is_caught(
     assert rig.audit() == []
 
 
+def test_without_tags_a_page_of_two_prompts_is_caught(rig: ControllerDriver) -> None:
+    first, second = admit(rig, "a", 1, 2), admit(rig, "b", 8, 9)
+    for ticket, pages_of in ((first, (1, 2, 3)), (second, (4, 2, 5))):
+        added = dict.fromkeys(pages_of, 0)
+        rig.beat("d", held=5, pages=(PageDelta(request_id=ticket.request_id, added=added, ticket_id=ticket.ticket_id),))
+    assert any("page 2 holds another prompt's tokens at position 1" in text for text in rig.audit())
+    assert violations(rig) == 1
+
+
 def test_the_picture_shows_who_has_which_page(rig: ControllerDriver) -> None:
     engine = Engine(rig)
     engine.give(admit(rig, "a", 1, 2), (), (1, 2, 3))

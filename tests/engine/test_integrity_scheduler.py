@@ -330,6 +330,10 @@ def test_off_is_vllms_own_scheduler(asynchronous: bool) -> None:
     engine.add([1] * 70, 5)
     scheduled = engine.scheduler.schedule()
     assert scheduled.kv_connector_metadata.integrity is None and not scheduled.has_sync_kv_loads
+    [delta] = engine.scheduler.connector.scheduler.tracker.take_page_deltas(100).deltas
+    [name] = engine.scheduler.requests
+    table = engine.scheduler.kv_cache_manager.get_block_ids(name)[0]
+    assert delta.request_id == name and list(delta.added) == table, "the page book has owners without tags"
 
 
 def test_a_repeated_reset_of_the_prefix_cache_works_although_pages_are_quarantined(config: Any) -> None:

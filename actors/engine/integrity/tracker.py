@@ -12,7 +12,8 @@ What the client sees: the request's last `EngineCoreOutput` has no new tokens, `
 `page_integrity_error`, `finish_reason` "error" in streams, or, by policy `retry`, the request run again elsewhere from
 its tokens so far (`app.request.state`).
 
-`NoTracker` is what runs with `integrity.mode: off`: no delta, no proof, no tensor, no ledger.
+`NoTracker` is what runs with `integrity.mode: off`: no delta, no proof, no tensor, no ledger. For the controller's page
+book it reads vLLM's block tables when a heartbeat asks, so that pages have owners there too, without tags.
 """
 
 from __future__ import annotations
@@ -124,12 +125,22 @@ class Tracker(Protocol):
     def audit(self, idle: bool, forget: bool = False) -> dict[str, Any]:
         """Every ledger law, now; the latest breaches and verdicts, which `forget` clears."""
 
+    def take_page_deltas(self, pages_max: int, whole: bool = False) -> PageReport:
+        """Who gave everything back, then who took which pages, since the last call; at most `pages_max` pages.
+
+        What does not fit stays for the next call. The first call, and one with `whole`, starts with all that is held.
+        """
+
 
 class NoTracker:
     enabled = False
 
+    def __init__(self) -> None:
+        self._tables: Mapping[str, list[Any]] = {}  # vLLM's own block table of each request
+        self._reported: dict[str, tuple[list[Any], int]] | None = None  # the table, and how many of its pages
+
     def bind(self, manager: Any) -> None:
-        pass
+        self._tables = manager.coordinator.single_type_managers[0].req_to_blocks
 
     def on_allocated(self, request_id: str, block_ids: Sequence[int]) -> None:
         pass
@@ -145,6 +156,27 @@ class NoTracker:
 
     def audit(self, idle: bool, forget: bool = False) -> dict[str, Any]:
         return {"mode": "off"}
+
+    def take_page_deltas(self, pages_max: int, whole: bool = False) -> PageReport:
+        """As the tables are now, with tag 0. A table that vLLM has made anew (preemption) is another one."""
+        whole = whole or self._reported is None
+        reported = {} if whole or self._reported is None else self._reported
+        self._reported = reported
+        gone = [
+            name for name, (table, num) in reported.items() if self._tables.get(name) is not table or len(table) < num
+        ]
+        deltas = [PageDelta(request_id=name, released=True) for name in gone]
+        for name in gone:
+            del reported[name]
+        room = pages_max
+        for name, table in self._tables.items():
+            _, done = reported.get(name, (table, 0))
+            new = table[done : done + room]
+            if new:
+                reported[name] = (table, done + len(new))
+                deltas.append(PageDelta(request_id=name, added={int(block.block_id): 0 for block in new}))
+                room -= len(new)
+        return PageReport(whole, deltas)
 
 
 class CheckTracker:
@@ -310,10 +342,6 @@ class CheckTracker:
         }
 
     def take_page_deltas(self, pages_max: int, whole: bool = False) -> PageReport:
-        """Who gave everything back, then who took which pages, since the last call; at most `pages_max` pages.
-
-        What does not fit stays for the next call. The first call, and one with `whole`, starts with all that is held.
-        """
         whole = whole or self._taken is None
         if whole or self._taken is None:
             ledger = self.ledger
