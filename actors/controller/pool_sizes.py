@@ -1,6 +1,6 @@
 """How many replicas the platform holds of each pool, what it was asked for, and which replicas are on their way. Pure.
 
-The platform (Ray Serve) asks several times a second and says with each question what it holds: that is the truth here,
+The platform (Ray Serve) asks once a second and says with each question what it holds: that is the truth here,
 whatever set it. A wish is answered until the platform holds it; one that it does not take counts as refused. A replica
 announces itself before it loads its engine, so one without room on any node differs from one that starts.
 """

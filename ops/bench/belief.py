@@ -4,8 +4,8 @@ python -m ops.bench.belief --repeats 20 --record belief.jsonl
 
 Each repeat sets decode's size by hand and, while Serve carries that out, kills the controller or deploys the service
 again with another setting, under two streams that go on. Both sides are asked ten times a second; what is counted is
-the longest time from the look before they differ to the look after. One period of reconciliation is a question
-of Serve's policy every 0.25 s, at a turn of Serve's control loop.
+the longest time from the look before they differ to the look after. One period of reconciliation is what a question of
+Serve's policy may take to come: it asks once a second, at a turn of Serve's control loop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
 import signal
@@ -24,16 +23,19 @@ from typing import Any
 
 import ray
 
+from actors.controller.serve_policy import ASK_EVERY_S
 from actors.messages import Role, SetTarget
 from app.commands.serve import Service
 from cluster.names import NAMESPACE, controller_actor
-from ops.bench import facts, load
-from ops.bench.flood import PROMPT, parser, read, with_service
+from ops.bench import load
+from ops.bench.flood import PROMPT, keep, parser, read, stamp, with_service
 from ops.bench.pages import page
 from ops.chaos.processes import targets
 from ops.chaos.processes.kinds import Target
 
 SAMPLE_S = 0.1
+LOOP_S = 1.0  # as `pageferry serve` sets it, see `RAY_SERVE_CONTROL_LOOP_INTERVAL_S`
+PERIOD_S = ASK_EVERY_S + LOOP_S
 ANSWER_S = 2.0
 SETTLE_S = 300.0
 STREAMS, STREAM_TOKENS = 2, 200
@@ -42,8 +44,8 @@ INTRO = (
     "Each repeat sets decode's size by hand and, within 1.5 s, kills the controller or deploys the application "
     f"again. Both targets are looked at every {SAMPLE_S:g} s and what a look takes. `longest disagreement` counts "
     "from the look before the two differ to the look after, so it is an upper bound; `not known` is while the "
-    "controller is away or has not been asked yet. A period of reconciliation: Serve's policy asks every 0.25 s, "
-    "at a turn of Serve's control loop."
+    f"controller is away or has not been asked yet. A period of reconciliation is {PERIOD_S:g} s: Serve's policy asks "
+    f"every {ASK_EVERY_S:g} s, at a turn of Serve's control loop, which is {LOOP_S:g} s."
 )
 State = dict[str, Any]
 Sample = tuple[float, int | None, int | None]  # (seconds, what the controller believes, Serve's target)
@@ -185,9 +187,8 @@ async def play(service: Service, args: argparse.Namespace, until: float) -> None
         for number in range(done, done + args.repeats):
             if time.monotonic() > until:
                 break
-            found = await repeat(service, number, session)
-            with args.record.open("a") as lines:
-                lines.write(json.dumps(found | {"commit": facts.commit()}) + "\n")
+            found = stamp(args) | await repeat(service, number, session)
+            keep(found, args.record)
             print(table([found]), file=sys.stderr, flush=True)
 
 
@@ -202,7 +203,11 @@ def table(record: list[State]) -> str:
         lines += [f"\nRepeat {row['number']}: {problem}\n" for problem in row["problems"]]
     most = max((row["longest_disagreement_s"] for row in record), default=0.0)
     lost, requests = sum(row["lost"] for row in record), sum(row["requests"] for row in record)
-    lines.append(f"\n{len(record)} repeats: longest disagreement {most:.2f} s; {lost} of {requests} requests lost.")
+    longer = sum(row["longest_disagreement_s"] > PERIOD_S for row in record)
+    lines.append(
+        f"\n{len(record)} repeats: longest disagreement {most:.2f} s; "
+        f"longer than a period of {PERIOD_S:g} s in {longer}; {lost} of {requests} requests lost."
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -214,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(record))
     if args.page is not None:
         command = "python -m ops.bench.belief --repeats N --record FILE --page FILE"
-        args.page.write_text(page(TITLE, command, [row["commit"] for row in record], args.record, INTRO, table(record)))
+        args.page.write_text(page(TITLE, command, record, args.record, INTRO, table(record)))
     return 0 if all(not (row["lost"] or row["problems"]) for row in record) else 1
 
 

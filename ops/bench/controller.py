@@ -371,9 +371,10 @@ def main(argv: list[str] | None = None) -> int:
     make.add_argument("--json", action="store_true")
     args = make.parse_args(argv)
     counts = [int(text) for text in args.clients.split(",")]
+    load = round(os.getloadavg()[0], 2)
     rows = [measure(count, args.in_flight, args.seconds, args.profile) for count in counts]
-    context = f"{facts.cpu_model()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, commit {facts.commit()}"
-    record = {"machine": context, "rows": [asdict(row) for row in rows]}
+    context = f"{facts.cpu_model()}, {os.cpu_count()} CPUs, load before {load}, commit {facts.commit()}"
+    record = {"machine": context, "commit": facts.commit(), "load": load, "rows": [asdict(row) for row in rows]}
     text = f"`python -m ops.bench.controller --clients {args.clients} --seconds {args.seconds:g}`, {context}\n\n"
     if args.json:
         print_json(record)
@@ -386,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.record and args.page:
         options = f"--clients {args.clients} --seconds {args.seconds:g} --record FILE --page FILE"
         command = f"python -m ops.bench.controller {options}"
-        args.page.write_text(page(TITLE, command, [facts.commit()], args.record, INTRO, table(rows)))
+        args.page.write_text(page(TITLE, command, [record], args.record, INTRO, table(rows)))
     return 0 if not any(row.failed for row in rows) else 1
 
 

@@ -1,11 +1,11 @@
 """A flood of long answers moves the pools of a real service, 1 -> 2 -> 1 and 0 -> 1 -> 0: a timeline, and what it cost.
 
 python -m ops.bench.flood --repeats 5 --record flood.jsonl
-python -m ops.bench.flood --record flood.jsonl --plot flood.png --markdown flood.md
+python -m ops.bench.flood --record flood.jsonl --plot flood.png --page flood.md
 
-The topology is `local-scale` as it ships. Some streams go on for the whole time, so that the replica that leaves has
-streams when it is told to. A repeat is good when every request got all its tokens, and no stream broke that was there
-while a replica left. The record has one JSON line a repeat, with all samples and answers.
+The topology is `local-scale`; KEY=VALUE changes it, as for `pageferry serve`. Some streams go on for the whole time, so
+that the replica that leaves has streams when it is told to. A repeat is good when every request got all its tokens, and
+no stream broke that was there while a replica left. The record has one JSON line a repeat, with samples and answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 
 from app.commands.serve import Service
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, parse_overrides
 from ops.bench import facts, load
 from ops.bench.flood_report import draw, table
 from ops.bench.pages import page
@@ -40,8 +40,8 @@ PROMPT = "a long story about the sea and the people who live by it, " * 24
 State = dict[str, Any]
 TITLE = "A flood moves the pools of a real service"
 INTRO = (
-    "`local-scale.yaml` as it ships (decode 1 to 2 replicas, prefill 0 to 1, occupancy mode), real engines on "
-    f"CPU. A flood of requests at once, and {STREAMS} streams that go on until the pool is small again, so that "
+    "`local-scale.yaml` (decode 1 to 2 replicas, prefill 0 to 1, occupancy mode), real engines on CPU. "
+    f"A flood of requests at once, and {STREAMS} streams that go on until the pool is small again, so that "
     "the replica that leaves has streams when it is told to. Both pools' targets are what Serve held, one after "
     "another."
 )
@@ -179,11 +179,21 @@ async def play(service: Service, args: argparse.Namespace, until: float) -> list
             if time.monotonic() > until:
                 break
             repeat = Repeat(session, service, args, number)
-            found.append(await repeat.run() | {"facts": facts.gather([])["machine"], "commit": facts.commit()})
-            with args.record.open("a") as lines:
-                lines.write(json.dumps(found[-1]) + "\n")
+            found.append(stamp(args) | await repeat.run())
+            keep(found[-1], args.record)
             print(table(found[-1:]), file=sys.stderr, flush=True)
     return found
+
+
+def stamp(args: argparse.Namespace) -> State:
+    """What a row of a record needs to mean anything; taken before the repeat, for the load that others made."""
+    machine = facts.gather([])["machine"]
+    return {"commit": facts.commit(), "load": machine["load_at_start"][0], "cpu": machine["cpu"], "set": args.overrides}
+
+
+def keep(row: State, record: Path) -> None:
+    with record.open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
 
 
 def read(record: Path) -> list[State]:
@@ -198,7 +208,8 @@ def with_service(
 ) -> None:
     """Starts the topology as `pageferry serve` does, below its `name` where it has one, and ends everything of it."""
     until = time.monotonic() + 60.0 * args.minutes
-    spec = ClusterSpec.load(args.topology, {"frontend.port": _free_port(), **(settings or {})})
+    overrides = {"frontend.port": _free_port(), **(settings or {}), **parse_overrides(args.overrides)}
+    spec = ClusterSpec.load(args.topology, overrides)
     service = Service(spec, None, _free_port(), *((name, f"/{name}") if name else ()))
     try:
         service.start(_end_whole)
@@ -225,6 +236,7 @@ def _free_port() -> int:
 
 def parser(description: str) -> argparse.ArgumentParser:
     make = argparse.ArgumentParser(description=description)
+    make.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="over the topology's, such as a KV dtype")
     make.add_argument("--repeats", type=int, default=0, help="more of them; what is in the record stays")
     make.add_argument("--minutes", type=float, default=60.0, help="no new repeat after this, service start included")
     make.add_argument("--topology", default="local-scale")
@@ -248,8 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         draw(record[args.show], args.plot)
     if args.page is not None:
         command = "python -m ops.bench.flood --repeats N --record FILE --plot FILE --page FILE"
-        commits = [row["commit"] for row in record]
-        args.page.write_text(page(TITLE, command, commits, args.record, INTRO, table(record), args.plot))
+        args.page.write_text(page(TITLE, command, record, args.record, INTRO, table(record), args.plot))
     return 0 if all(not (row["lost"] or row["streams_cut"] or row["problems"]) for row in record) else 1
 
 

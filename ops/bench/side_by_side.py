@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import statistics
@@ -25,9 +24,9 @@ import ray
 from app.commands.serve import Service
 from app.main import application
 from cluster.names import NAMESPACE, controller_actor
-from cluster.spec import ClusterSpec
-from ops.bench import facts, load
-from ops.bench.flood import State, parser, read, with_service
+from cluster.spec import ClusterSpec, parse_overrides
+from ops.bench import load
+from ops.bench.flood import State, keep, parser, read, stamp, with_service
 from ops.bench.pages import page
 from ops.bench.stats import paired_ratio
 
@@ -145,7 +144,7 @@ async def play(service: Service, args: argparse.Namespace, until: float) -> None
     from ray import serve
 
     base = service.url.removesuffix("/a")
-    overrides = {**SETTINGS, "frontend.port": service.spec.frontend.port}
+    overrides = {**SETTINGS, "frontend.port": service.spec.frontend.port, **parse_overrides(args.overrides)}
     spec = ClusterSpec.load(args.topology, overrides)
     await asyncio.to_thread(lambda: serve.run(application(spec), name="b", route_prefix="/b", blocking=False))
     done = len(read(args.record))
@@ -153,9 +152,9 @@ async def play(service: Service, args: argparse.Namespace, until: float) -> None
         for number in range(done, done + args.repeats):
             if time.monotonic() > until:
                 break
-            found = await repeat(session, {"a": f"{base}/a", "b": f"{base}/b"}, number, args.seconds)
-            with args.record.open("a") as lines:
-                lines.write(json.dumps(found | {"commit": facts.commit(), "seconds": args.seconds}) + "\n")
+            urls = {"a": f"{base}/a", "b": f"{base}/b"}
+            found = stamp(args) | await repeat(session, urls, number, args.seconds)
+            keep(found, args.record)
             print(table([found]), file=sys.stderr, flush=True)
 
 
@@ -191,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(record))
     if args.page is not None:
         command = "python -m ops.bench.side_by_side --repeats N --record FILE --page FILE"
-        args.page.write_text(page(TITLE, command, [row["commit"] for row in record], args.record, INTRO, table(record)))
+        args.page.write_text(page(TITLE, command, record, args.record, INTRO, table(record)))
     return 0 if all(not (row["before"]["failed"] or row["after"]["failed"]) for row in record) else 1
 
 

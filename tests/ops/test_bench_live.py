@@ -60,9 +60,9 @@ def test_figures_after_a_kill_are_paired_with_those_before_it() -> None:
 
 
 def test_a_page_names_command_commit_and_raw_file() -> None:
-    text = pages.page(
-        "A title", "python -m x --y", ["a1b2c3d4e5f6", "a1b2c3d4e5f6"], Path("raw.jsonl"), "Why.", "| t |"
-    )
+    rows = [{"commit": "a1b2c3d4e5f6", "load": load, "set": ["a.b=1"]} for load in (0.5, 3.25)]
+    text = pages.page("A title", "python -m x --y", rows, Path("raw.jsonl"), "Why.", "| t |")
+    assert "before each repeat: 0.5 to 3.2. Set over the topology's own: `a.b=1`." in text
     assert re.search(r"`python -m x --y`.* commit a1b2c3d4e5f6;.*Raw data: `raw.jsonl`", text)
 
 

@@ -148,5 +148,5 @@ def main(args: argparse.Namespace) -> int:
     if args.markdown:
         command = "pageferry simulate held_out --repeats N --record FILE --markdown FILE"
         body = f"{table(found)}\n{plainly(found)}"
-        Path(args.markdown).write_text(page(TITLE, command, [facts.commit()], record, INTRO, body))
+        Path(args.markdown).write_text(page(TITLE, command, [{"commit": facts.commit()}], record, INTRO, body))
     return 0
