@@ -41,14 +41,14 @@ class Frontend:
         prefill: DeploymentHandle[Any] | None,
         decode: DeploymentHandle[Any],
     ) -> None:
+        logs.below_serve()
+        self.spec = spec = ClusterSpec.parse(spec_tree)
+        await asyncio.to_thread(refuse_other_address, spec)  # before seconds of imports: Serve tries three times
         from actors.controller.actor import get_or_create
         from actors.engine.config import set_environment
         from app.rpc.batching import BatchingHandle
         from app.rpc.remote import RemoteController, RemoteDecode, RemotePrefill
 
-        logs.below_serve()
-        self.spec = spec = ClusterSpec.parse(spec_tree)
-        await asyncio.to_thread(refuse_other_address, spec)
         set_environment(spec, Role.DECODE)
         context = serve.get_replica_context()
         self.frontend_id = context.replica_id.unique_id

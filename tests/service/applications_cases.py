@@ -51,9 +51,13 @@ def ports() -> Iterator[tuple[int, int]]:
             ray.shutdown()
 
 
-def start(name: str, port: int, **settings: Any) -> None:
-    arguments = {"config": "local-scale", **ASLEEP, "model.name": f"model-{name}", "frontend.port": port, **settings}
-    serve.run(build(arguments), name=name, route_prefix=f"/{name}")
+def start(port: int, *names: str) -> None:
+    """At once: each loads vLLM's API by itself."""
+    targets = []
+    for name in names:
+        arguments = {"config": "local-scale", **ASLEEP, "model.name": f"model-{name}", "frontend.port": port}
+        targets.append(serve.RunTarget(target=build(arguments), name=name, route_prefix=f"/{name}"))
+    serve.run_many(targets)
 
 
 def test_a_rendered_serve_config_is_deployed(ports: tuple[int, int], tmp_path: Path) -> None:
@@ -74,8 +78,7 @@ def test_a_rendered_serve_config_is_deployed(ports: tuple[int, int], tmp_path: P
 
 def test_two_applications_share_nothing(ports: tuple[int, int]) -> None:
     http, _ = ports
-    for name in ("a", "b"):
-        start(name, http)
+    start(http, "a", "b")
     for name in ("a", "b"):
         wait_healthy(f"http://127.0.0.1:{http}/{name}")
     assert {controller_actor("a"), controller_actor("b")} <= actors()
@@ -100,7 +103,7 @@ def test_two_applications_share_nothing(ports: tuple[int, int]) -> None:
 def test_another_port_than_serves_is_refused_in_words(ports: tuple[int, int]) -> None:
     http, _ = ports
     with pytest.raises(RuntimeError, match="Deploying application c failed"):
-        start("c", 7777)
+        start(7777, "c")
     said = serve.status().applications["c"].deployments["Frontend"].message
     assert f"frontend.port is 7777, but Serve listens on port {http}" in said
     serve.delete("c")

@@ -1,15 +1,19 @@
-"""Real pools under `serve run` move with real load: 1 -> 2 -> 1 decode replicas, 0 -> 1 prefill, with the reason.
+"""Real pools under `serve run` move with real load: decode 0 -> 1 -> 2 -> 0, prefill 0 -> 1 -> 0, with the reason.
 
 The reason is the same wherever one looks: /status, `pageferry status`, the log, the metrics, Serve's own status.
+A start of its own: the last part takes all CPUs of the cluster away.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -69,67 +73,99 @@ class Watch:
             self.look()
 
 
-@pytest.mark.timeout(900)
-def test_a_flood_of_long_answers_moves_the_pools_and_says_why() -> None:
-    with serve_run("app.main:build", "config=cluster/topologies/local-scale.yaml") as run:
-        run.wait_healthy()
-        watch = Watch(run)
-        watch.until("watch.targets == {'decode': [1], 'prefill': [0]}", 30)
-        answers: list[int] = []
-        errors: list[str] = []
-        threads = flood(answers, errors)
-        watch.until("watch.targets['decode'] == [1, 2]", 30)
-        assert "KV blocks needed" in watch.status["pools"]["decode"]["scaling"]
-        assert re.search(r"decode +1 of 2 replicas.* KV blocks needed", pageferry("status", "--url", URL))
-        assert run.serve_status("Decode")["target_num_replicas"] == 2
-        watch.until("watch.ready['decode'] == 2", 240)
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(1.0)
-                watch.look()
-        assert errors == [] and answers == [ANSWER] * REQUESTS
-        watch.until("watch.targets['decode'] == [1, 2, 1]", 180)
-        watch.until("len(watch.status['pools']['decode']['replicas']) == 1", 120)
-        assert watch.targets["prefill"][:2] == [0, 1], "what waited had prompts to compute"
-        watch.until("watch.targets['prefill'] == [0, 1, 0]", 120)
-        decisions = watch.status["scaling"]["decisions"]
-        assert {("decode", 1, 2), ("decode", 2, 1), ("prefill", 0, 1), ("prefill", 1, 0)} == {
-            (each["pool"], each["current"], each["target"]) for each in decisions
-        }
-        assert all(each["reason"] for each in decisions)
-        assert run.serve_status("Decode")["target_num_replicas"] == 1
-        metrics = run.metrics()
-        for direction in ("up", "down"):
-            series = rf'ray_pageferry_scale_decisions_total\{{[^}}]*application="default"[^}}]*direction="{direction}"'
-            assert re.search(series, metrics), direction
-        logs = "\n".join(file.read_text(errors="replace") for file in run.folder.rglob("*.log"))
-        logs += "\n".join(file.read_text(errors="replace") for file in run.folder.rglob("worker-*.err"))
-        assert "scale decode 1 -> 2" in logs and "scale decode 2 -> 1" in logs
-        assert watch.status["tickets"]["in_flight"] == 0 and run.get("/status/audit")["breaches"] == []
+TAKE_ALL_CPUS = """
+import sys, ray
+ray.init(address="auto", log_to_driver=False)
+ray.get(ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}]).ready())
+print("taken", flush=True)
+sys.stdin.read()
+"""
 
 
-@pytest.mark.timeout(600)
-def test_the_first_request_wakes_a_pool_and_a_target_without_room_is_seen_in_ten_seconds() -> None:
-    settings = ("pools.decode.replicas=0", "pools.decode.min_replicas=0", "pools.decode.cpus_per_replica=1.5")
+@contextmanager
+def no_cpu_left(run: ServeRun) -> Iterator[None]:
+    environ = {**os.environ, "RAY_TMPDIR": str(run.folder), "RAY_AUTH_MODE": "disabled"}
+    command, pipe = [sys.executable, "-c", TAKE_ALL_CPUS], subprocess.PIPE
+    with subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "taken\n"
+        yield
+        process.communicate()
+
+
+@pytest.mark.timeout(1_200)
+def test_pools_wake_grow_and_leave_and_say_why() -> None:
+    settings = ("pools.decode.replicas=0", "pools.decode.min_replicas=0")
     with serve_run("app.main:build", "config=cluster/topologies/local-scale.yaml", *settings) as run:
         run.wait_healthy()
         watch = Watch(run)
         watch.until("watch.targets == {'decode': [0], 'prefill': [0]}", 30)
-        with Client(URL, timeout_s=400) as client:
-            assert client.complete("The sea is", max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
-        watch.look()
-        assert watch.targets["decode"] == [0, 1] and watch.status["pools"]["decode"]["start_up_s"] > 1
-        pageferry("scale", "decode", "2", "--url", URL)
-        began = time.monotonic()
-        watch.until("watch.status['pools']['decode']['unplaced'] == 1", 20)
-        assert time.monotonic() - began < 12, "ten seconds, and one look every half second on a busy machine"
-        assert "1 of 2 replicas found no room" in watch.status["pools"]["decode"]["scaling"]
-        assert re.search(r"decode +1 of 2 replicas, 1 without room", pageferry("status", "--url", URL))
-        serve = run.serve_status("Decode")
-        assert serve["target_num_replicas"] == 2 and serve["status"] == "UPSCALING"
-        pageferry("scale", "decode", "1", "--url", URL)
-        watch.until("watch.status['pools']['decode']['unplaced'] == 0", 20)
-        assert watch.targets["decode"] == [0, 1, 2, 1]
-        command = [sys.executable, "-m", "app.cli", "scale", "decode", "3", "--url", URL]
-        refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert refused.returncode == 1 and "outside pools.decode.min_replicas 0 .. max_replicas 2" in refused.stderr
+        wake(watch)
+        grow(run, watch)
+        leave(run, watch)
+        with no_cpu_left(run):
+            find_no_room(run, watch)
+        assert watch.status["tickets"]["in_flight"] == 0 and run.get("/status/audit")["breaches"] == []
+
+
+def wake(watch: Watch) -> None:
+    """The first request brings the pool from zero."""
+    with Client(URL, timeout_s=400) as client:
+        assert client.complete("The sea is", max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+    watch.look()
+    assert watch.targets["decode"] == [0, 1] and watch.status["pools"]["decode"]["start_up_s"] > 1
+
+
+def grow(run: ServeRun, watch: Watch) -> None:
+    """A flood of long answers."""
+    answers: list[int] = []
+    errors: list[str] = []
+    threads = flood(answers, errors)
+    watch.until("watch.targets['decode'] == [0, 1, 2]", 30)
+    assert "KV blocks needed" in watch.status["pools"]["decode"]["scaling"]
+    assert re.search(r"decode +1 of 2 replicas.* KV blocks needed", pageferry("status", "--url", URL))
+    assert run.serve_status("Decode")["target_num_replicas"] == 2
+    watch.until("watch.ready['decode'] == 2", 240)
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(1.0)
+            watch.look()
+    assert errors == [] and answers == [ANSWER] * REQUESTS
+    assert watch.targets["prefill"][:2] == [0, 1], "what waited had prompts to compute"
+
+
+def leave(run: ServeRun, watch: Watch) -> None:
+    """Back to nothing, and all of it can be read afterwards."""
+    watch.until("watch.targets['decode'][-1] == 0", 240)
+    watch.until("len(watch.status['pools']['decode']['replicas']) == 0", 120)
+    watch.until("watch.targets['prefill'] == [0, 1, 0]", 120)
+    assert watch.targets["decode"] in ([0, 1, 2, 0], [0, 1, 2, 1, 0]), "no move for nothing"
+    decisions = watch.status["scaling"]["decisions"]
+    made = [(each["pool"], each["current"], each["target"]) for each in decisions]
+    assert {("decode", 0, 1), ("decode", 1, 2), ("prefill", 0, 1), ("prefill", 1, 0)} <= set(made)
+    assert all(each["reason"] for each in decisions)
+    assert run.serve_status("Decode")["target_num_replicas"] == 0
+    metrics = run.metrics()
+    for direction in ("up", "down"):
+        series = rf'ray_pageferry_scale_decisions_total\{{[^}}]*application="default"[^}}]*direction="{direction}"'
+        assert re.search(series, metrics), direction
+    logs = "\n".join(file.read_text(errors="replace") for file in run.folder.rglob("*.log"))
+    logs += "\n".join(file.read_text(errors="replace") for file in run.folder.rglob("worker-*.err"))
+    assert all(f"scale {pool} {before} -> {after}" in logs for pool, before, after in made)
+
+
+def find_no_room(run: ServeRun, watch: Watch) -> None:
+    """A target that no node has CPUs for is seen as such within ten seconds, and one out of bounds is refused."""
+    pageferry("scale", "decode", "1", "--url", URL)
+    began = time.monotonic()
+    watch.until("watch.status['pools']['decode']['unplaced'] == 1", 20)
+    assert time.monotonic() - began < 12, "ten seconds, and one look every half second on a busy machine"
+    assert "1 of 1 replicas found no room" in watch.status["pools"]["decode"]["scaling"]
+    assert re.search(r"decode +0 of 1 replicas, 1 without room", pageferry("status", "--url", URL))
+    serve = run.serve_status("Decode")
+    assert serve["target_num_replicas"] == 1 and serve["status"] == "UPSCALING"
+    pageferry("scale", "decode", "0", "--url", URL)
+    watch.until("watch.status['pools']['decode']['unplaced'] == 0", 20)
+    assert watch.targets["decode"][-2:] == [1, 0]
+    command = [sys.executable, "-m", "app.cli", "scale", "decode", "3", "--url", URL]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1 and "outside pools.decode.min_replicas 0 .. max_replicas 2" in refused.stderr

@@ -40,7 +40,8 @@ def rivals(floor: int) -> list[Policy]:
 def compare(seeds: Sequence[int], record: Path, seconds: float = 3_600.0) -> list[Outcome]:
     """All policies of all floors on each seed. `record`: JSON lines; what is there is not run again."""
     policies = [each for floor in FLOORS for each in (ours(floor), *rivals(floor))]
-    return run_all([(trace, seed, each) for trace in TRACES for seed in seeds for each in policies], seconds, record)
+    # A seed after the other, so that a record that was broken off can be compared as far as it goes.
+    return run_all([(trace, seed, each) for seed in seeds for trace in TRACES for each in policies], seconds, record)
 
 
 @dataclass(frozen=True, slots=True)
