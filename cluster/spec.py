@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cluster.engine_args import GROUP_GPUS_MAX, problem, sampling_problem
-from cluster.fault_kinds import KINDS
+from cluster.fault_kinds import PageFault
 from cluster.frontend_spec import FrontendSpec, Section, TracingSpec
 
 KvDtype = Literal["bfloat16", "fp8_e4m3"]
@@ -249,8 +249,10 @@ class FaultSpec(Section):
     @model_validator(mode="after")
     def _known(self) -> Self:
         for kind in self.kinds:
-            if kind not in KINDS:
-                raise ValueError(f"kinds: {kind!r} is no kind of fault; {_nearest(kind, KINDS, 'there are')}")
+            if kind not in list(PageFault):
+                raise ValueError(
+                    f"kinds: {kind!r} is no kind of fault; {_nearest(kind, list(map(str, PageFault)), 'there are')}"
+                )
         return self
 
 

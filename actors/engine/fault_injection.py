@@ -27,16 +27,25 @@ from actors.engine.utilities import FerryWorkerExtension, connector_of_this_work
 from actors.engine.worker_half import FerryConnectorWorker
 from actors.messages import Verdict
 from actors.transfer.channel import PagesSealed, WriterDone
-from cluster.fault_kinds import KINDS, FaultError
+from cluster.fault_kinds import FaultError, PageFault, page_fault
 from kernels.layout import PageLayout
 from kernels.reference import element_offsets
+
+LATE_SEALS = (PageFault.SEAL_LOST, PageFault.SEAL_LATE, PageFault.SEAL_DUPLICATED)
+IN_STAGING = (
+    PageFault.REPLAYED_PAGE,
+    PageFault.BIT_FLIP,
+    PageFault.PAGE_PERMUTATION,
+    PageFault.TOKEN_PERMUTATION,
+    PageFault.TRUNCATED_PAGE,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Armed:
     kind: str
     rng: random.Random
-    delay_s: float  # of a proof that comes late
+    delay_s: float  # of a seal that comes late
 
 
 @dataclass(slots=True)
@@ -58,16 +67,16 @@ class Faults:
     def of(cls, config: dict[str, Any]) -> Faults | None:
         """From `faults` of the configuration; None when it names no kinds."""
         kinds = tuple(config.get("kinds") or ())
-        if unknown := [kind for kind in kinds if kind not in KINDS]:
-            raise FaultError(f"faults.kinds names {unknown[0]!r}; known: {', '.join(KINDS)}")
-        return cls(kinds, int(config.get("seed", 0))) if kinds else None
+        return cls(tuple(page_fault(kind) for kind in kinds), int(config.get("seed", 0))) if kinds else None
 
     def rng(self, kind: str, trial: int) -> random.Random:
         if kind not in self.kinds:
             raise FaultError(f"fault {kind!r} is not allowed here; faults.kinds allows {', '.join(self.kinds)}")
         return random.Random(f"{self.seed}/{kind}/{trial}")
 
-    def _did(self, **what: Any) -> dict[str, Any]:
+    def _did(self, kind: str, **more: Any) -> dict[str, Any]:
+        """It goes to another process, so with the fault's plain name."""
+        what = {"kind": str(kind), **more}
         self.log.append(what)
         return what
 
@@ -91,11 +100,11 @@ class Faults:
             return self._did(kind=kind, fired=False, why=f"{victim} has no page from position {first} on")
         position = rng.choice(used)
         before = pages[position]
-        if kind in ("stale_tag", "tag_bumped"):
+        if kind in (PageFault.STALE_TAG, PageFault.TAG_BUMPED):
             page_tags = getattr(check, "page_tags", None)
             if page_tags is None:
                 return self._did(kind=kind, fired=False, why="there are no tags with integrity.mode: off")
-            page_tags[before] += 1 if kind == "tag_bumped" else -rng.randint(1, 1000)
+            page_tags[before] += 1 if kind == PageFault.TAG_BUMPED else -rng.randint(1, 1000)
             return self._did(kind=kind, fired=True, victim=victim, position=position, page=before)
         after = self._other_page(kind, rng, view, victim, pages, position)
         if after is None:
@@ -108,11 +117,11 @@ class Faults:
         kind: str, rng: random.Random, view: RunnerView, victim: str, pages: Sequence[int], position: int
     ) -> int | None:
         held = {request_id: view.pages(request_id) for request_id in view.request_ids()}
-        if kind == "table_own_page":
+        if kind == PageFault.TABLE_OWN_PAGE:
             choices = [page for page in pages if page != pages[position]]
-        elif kind == "table_other_request":
+        elif kind == PageFault.TABLE_OTHER_REQUEST:
             choices = [page for r, those in held.items() if r != victim for page in those if page not in pages]
-        elif kind == "table_free_page":
+        elif kind == PageFault.TABLE_FREE_PAGE:
             taken = {page for those in held.values() for page in those}
             choices = [page for page in range(1, view.num_pages) if page not in taken]
         else:
@@ -134,7 +143,7 @@ class Faults:
 
     def on_wire_layout(self, ticket_id: int, wire: PageLayout) -> PageLayout:
         """Prefill, before it converts."""
-        armed = self._take(ticket_id, "wrong_scale")
+        armed = self._take(ticket_id, PageFault.WRONG_SCALE)
         if armed is None:
             return wire
         factor = armed.rng.choice((0.5, 2.0, 4.0))
@@ -147,49 +156,47 @@ class Faults:
         )
 
     def on_sealed(self, message: PagesSealed, send: Any) -> bool:
-        """Prefill, before the proof leaves; False: it must not be sent."""
-        armed = self._take(message.ticket_id, "seal_lost", "seal_late", "seal_duplicated") if message.last else None
+        """Prefill, before the seal leaves; False: it must not be sent."""
+        armed = self._take(message.ticket_id, *LATE_SEALS) if message.last else None
         if armed is None:
             return True
         self._did(kind=armed.kind, fired=True, ticket_id=message.ticket_id)
-        if armed.kind == "seal_duplicated":
+        if armed.kind == PageFault.SEAL_DUPLICATED:
             send(message)
             return True
-        if armed.kind == "seal_lost":
-            # The proof is lost, not the engine's word that it has let go of the staging bytes.
+        if armed.kind == PageFault.SEAL_LOST:
+            # The seal is lost, not the engine's word that it has let go of the staging bytes.
             send(WriterDone(ticket_id=message.ticket_id, attempt=message.attempt))
-        if armed.kind == "seal_late":
+        if armed.kind == PageFault.SEAL_LATE:
             threading.Timer(armed.delay_s, send, (message,)).start()
         return False
 
     def on_staging(self, job: Any, pages: torch.Tensor, layout: PageLayout) -> None:
         """Decode, before pages are verified. `pages`: uint8 [n, page_bytes], the staging memory itself."""
         ticket_id = job.order.hand_over.ticket_id
-        armed = self._take(
-            ticket_id, "replayed_page", "bit_flip", "page_permutation", "token_permutation", "truncated_page"
-        )
-        earlier, self._earlier = self._earlier, pages.clone() if "replayed_page" in self.kinds else None
+        armed = self._take(ticket_id, *IN_STAGING)
+        earlier, self._earlier = self._earlier, pages.clone() if PageFault.REPLAYED_PAGE in self.kinds else None
         if armed is None:
             return
         rng, num_pages = armed.rng, pages.shape[0]
         page = rng.randrange(num_pages)
         done: dict[str, Any] = {"kind": armed.kind, "fired": True, "ticket_id": ticket_id, "page": page}
-        if armed.kind == "replayed_page":
+        if armed.kind == PageFault.REPLAYED_PAGE:
             if earlier is None:
                 done |= {"fired": False, "why": "no ticket was opened before"}
             else:
                 page = done["page"] = rng.randrange(min(num_pages, earlier.shape[0]))
                 done["fired"] = not torch.equal(pages[page], earlier[page])
                 pages[page] = earlier[page]
-        elif armed.kind == "bit_flip":
+        elif armed.kind == PageFault.BIT_FLIP:
             at, bit = rng.randrange(layout.page_bytes), rng.randrange(8)
             pages[page, at] ^= 1 << bit
             done |= {"byte": at, "bit": bit}
-        elif armed.kind == "page_permutation":
+        elif armed.kind == PageFault.PAGE_PERMUTATION:
             other = rng.choice([p for p in range(num_pages) if p != page]) if num_pages > 1 else page
             done |= {"with": other, "fired": not torch.equal(pages[page], pages[other])}
             pages[[page, other]] = pages[[other, page]]
-        elif armed.kind == "token_permutation":
+        elif armed.kind == PageFault.TOKEN_PERMUTATION:
             done["tokens"] = swap_tokens(pages[page], layout, rng)
         else:
             keep = rng.randrange(layout.page_bytes)
@@ -200,10 +207,10 @@ class Faults:
     def hold_landing(self, job: Any, pages: torch.Tensor, cancelled: Any) -> None:
         """Decode, before pages are verified: keeps a copy of the landing and waits until its request is aborted."""
         ticket_id = job.order.hand_over.ticket_id
-        if self._take(ticket_id, "late_landing") is None:
+        if self._take(ticket_id, PageFault.LATE_LANDING) is None:
             return
         self._held[ticket_id] = _Held(job, pages.clone())
-        self._did(kind="late_landing", held=ticket_id)
+        self._did(kind=PageFault.LATE_LANDING, held=ticket_id)
         until = time.monotonic() + 5.0
         while job.request_id not in cancelled and time.monotonic() < until:
             time.sleep(0.001)
@@ -212,10 +219,10 @@ class Faults:
         """Lands what `hold_landing` kept, now; `land(job, pages)` gives the verdicts."""
         held = self._held.pop(ticket_id, None)
         if held is None:
-            return self._did(kind="late_landing", fired=False, why="nothing is held")
+            return self._did(kind=PageFault.LATE_LANDING, fired=False, why="nothing is held")
         verdicts = land(held.job, held.pages)
-        done = {"kind": "late_landing", "fired": True, "ticket_id": ticket_id, "pages": list(held.job.block_ids)}
-        return self._did(**done, verdicts={str(v): n for v, n in verdicts.items() if n})
+        done = {"fired": True, "ticket_id": ticket_id, "pages": list(held.job.block_ids)}
+        return self._did(PageFault.LATE_LANDING, **done, verdicts={str(v): n for v, n in verdicts.items() if n})
 
     # -- the pool, between steps, in the scheduler
 
@@ -224,7 +231,7 @@ class Faults:
         rng = self.rng(kind, trial)
         pool = manager.block_pool
         blocks = list(manager.coordinator.single_type_managers[0].req_to_blocks.get(victim) or ())
-        shared = kind == "shared_page_freed_early"
+        shared = kind == PageFault.SHARED_PAGE_FREED_EARLY
         # The last page is still being written; what is wanted is one that is only read.
         choices = [b for b in blocks[:-1] if (b.ref_cnt > 1 if shared else b.ref_cnt == 1)]
         if not choices:
@@ -239,7 +246,7 @@ class Faults:
         else:
             # Below the ledger, as a fault in the pool itself would be.
             (pool.free_blocks if guard is None else guard.pool_free)([block])
-            if kind == "page_freed_and_taken" and guard is not None:
+            if kind == PageFault.PAGE_FREED_AND_TAKEN and guard is not None:
                 guard.blind_to.add(block.block_id)
         return self._did(kind=kind, fired=True, victim=victim, page=block.block_id, references=block.ref_cnt)
 

@@ -38,7 +38,7 @@ from actors.messages import (
     Role,
 )
 from actors.tracing import tracer
-from cluster.fault_kinds import KINDS, FaultError
+from cluster.fault_kinds import FaultError, Side, page_fault
 from cluster.plan.preflight import refuse_unfit
 from cluster.quality import refuse_poor_quality
 from cluster.spec import ClusterSpec
@@ -202,7 +202,7 @@ class EngineServer:
             allowed = ", ".join(self.spec.faults.kinds) or "nothing"
             raise FaultError(f"fault {kind!r} is not allowed here; faults.kinds allows {allowed}")
         done: dict[str, Any]
-        if KINDS[kind].side == "scheduler":
+        if page_fault(kind).side is Side.SCHEDULER:
             done = await self.core.call_utility_async("pageferry_fault", kind, trial, target)
         else:
             done = (await self.core.collective_rpc_async("pageferry_fault", args=(kind, trial, target, more)))[0]

@@ -26,12 +26,12 @@ import ray
 from actors.controller.serve_policy import ASK_EVERY_S
 from actors.messages import Role, SetTarget
 from app.commands.serve import Service
+from cluster.fault_kinds import Target
 from cluster.names import NAMESPACE, controller_actor
 from ops.bench import load
 from ops.bench.flood import PROMPT, keep, parser, read, stamp, with_service
 from ops.bench.pages import page
 from ops.chaos.processes import targets
-from ops.chaos.processes.kinds import Target
 
 SAMPLE_S = 0.1
 LOOP_S = 1.0  # as `pageferry serve` sets it, see `RAY_SERVE_CONTROL_LOOP_INTERVAL_S`

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.fault_kinds import KINDS
+from cluster.fault_kinds import PageFault, page_fault
 from cluster.json_output import print_json
 from cluster.json_output import run as run_json
 from ops.bench import facts
@@ -33,7 +33,7 @@ def summary(kind: str, trials: list[Trial], failed: int) -> dict[str, Any]:
     """One row: counts of trials for which each statement is true; `wrong_tokens` and `false_alarms` are totals."""
     return {
         "kind": kind,
-        "guard": KINDS[kind].guard,
+        "guard": page_fault(kind).guard,
         "trials": len(trials),
         "detected": sum(t.detected for t in trials),
         "victims_only": sum(t.victims_only for t in trials),
@@ -91,7 +91,7 @@ class Book:
     def save(self) -> None:
         if self.file is not None:
             self.tree["kinds"] = self.rows(
-                [k for k in KINDS if k in self.tree["trials"] or k in self.tree["not_placed"]]
+                [k for k in PageFault if k in self.tree["trials"] or k in self.tree["not_placed"]]
             )
             self.file.write_text(json.dumps(self.tree) + "\n")
 
@@ -103,7 +103,7 @@ async def run(book: Book, kinds: list[str], trials: int, seed: int, checked: boo
         for kind in kinds:
             for number in book.missing(kind, trials):
                 if harness is None:
-                    harness = await Harness.start(spec_for(model, tuple(KINDS), seed, checked), seed)
+                    harness = await Harness.start(spec_for(model, tuple(map(str, PageFault)), seed, checked), seed)
                     until = until or time.monotonic() + 60 * minutes  # starting engines does not count
                 if time.monotonic() > until:
                     return
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="pageferry chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", help=f"all, or one or more (comma) of: {', '.join(KINDS)}; or processes, or soak")
+    parser.add_argument("kind", help=f"all, or one or more (comma) of: {', '.join(PageFault)}; or processes, or soak")
     parser.add_argument("--trials", type=int, default=10, help="trials a kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", choices=("on", "off"), default="on", help="off: negative control")
@@ -170,9 +170,9 @@ def main(argv: list[str]) -> int:
         "--out", type=Path, help="keep trials in this file; those that are in it already are not repeated"
     )
     args = parser.parse_args(argv)
-    kinds = list(KINDS) if args.kind == "all" else args.kind.split(",")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        parser.error(f"no fault {unknown[0]!r}; known: {', '.join(KINDS)}")
+    kinds = list(map(str, PageFault)) if args.kind == "all" else args.kind.split(",")
+    if unknown := [kind for kind in kinds if kind not in tuple(PageFault)]:
+        parser.error(f"no fault {unknown[0]!r}; known: {', '.join(PageFault)}")
     checked = args.check == "on"
     book = Book(args.out, checked, args.seed)
     started = time.time()

@@ -1,6 +1,6 @@
 """Every kind of fault, put into a real engine pair with the check on: two trials a kind, fifty in `make soak`.
 
-1. It is noticed, by what `KINDS` says has to notice it.
+1. It is noticed, by what `PageFault` says has to notice it.
 2. Exactly the victim ends (or none, where the pages can be had again); the neighbours' tokens are what they were.
 3. No wrong token leaves the engine.
 4. The engine lives on and its ledger is clean.
@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 
 from actors.engine.fault_injection import Faults
-from cluster.fault_kinds import KINDS, FaultError
+from cluster.fault_kinds import FaultError, PageFault
 from ops.chaos.cli import passed, summary
 from ops.chaos.pages.harness import Harness, spec_for
 from ops.chaos.pages.trials import run_trial
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def harness() -> AsyncIterator[Harness]:
-    made = await Harness.start(spec_for(MODEL, tuple(KINDS), SEED, checked=True), SEED)
+    made = await Harness.start(spec_for(MODEL, tuple(map(str, PageFault)), SEED, checked=True), SEED)
     try:
         yield made
     finally:
@@ -43,15 +43,15 @@ async def harness() -> AsyncIterator[Harness]:
 
 
 @pytest.mark.parametrize("count", TRIALS)
-@pytest.mark.parametrize("kind", KINDS)
-async def test_every_fault_is_harmless(harness: Harness, kind: str, count: int) -> None:
+@pytest.mark.parametrize("kind", PageFault)
+async def test_every_fault_is_harmless(harness: Harness, kind: PageFault, count: int) -> None:
     trials = [await run_trial(harness, kind, number) for number in range(count)]
     row = summary(kind, trials, failed=0)
     assert passed(row, checked=True), [*trials, row]
     by = {"tags": "tag check", "lives": "page lives", "seals": "seal verdict", "ledger": "ledger law"}.get(
-        KINDS[kind].guard, ""
+        kind.guard, ""
     )
-    if kind == "page_freed_and_taken":  # or the ledger saw the page before it was handed out
+    if kind is PageFault.PAGE_FREED_AND_TAKEN:  # or the ledger saw the page before it was handed out
         assert all(name.startswith((by, "ledger law")) for name in row["by"])
     else:
         assert all(name.startswith(by) for name in row["by"])

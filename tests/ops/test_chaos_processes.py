@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from cluster.fault_kinds import ProcessFault, Target
 from ops.chaos import cli
 from ops.chaos.processes import checks, report, storm
 from ops.chaos.processes.campaign import Result
 from ops.chaos.processes.forms import FORMS, Recovery, problems_of
-from ops.chaos.processes.kinds import KINDS, Target
 from ops.chaos.processes.load import Answer
 
 FORM = {form.name: form for form in FORMS}
@@ -156,7 +156,7 @@ def test_leftovers_are_seen_one_by_one() -> None:
 
 
 def test_every_part_of_the_service_is_hurt_and_every_recovery_asked_for() -> None:
-    assert {kind.target for kind in KINDS.values()} == set(Target)
+    assert {kind.target for kind in ProcessFault} == set(Target)
     assert {form.recovery for form in FORMS} == set(Recovery)
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from app.commands.serve import Service
+from cluster.fault_kinds import ProcessFault, process_fault
 from ops.chaos.processes.campaign import Campaign
-from ops.chaos.processes.kinds import KINDS
 from ops.chaos.processes.load import open_session
 
 IN_EVERY_RUN = ("transfer-kill", "controller-kill", "frontend-kill", "decode-core-kill")
-CASES = [*IN_EVERY_RUN, *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS if kind not in IN_EVERY_RUN)]
+OTHERS = [str(kind) for kind in ProcessFault if kind not in IN_EVERY_RUN]
+CASES = [*IN_EVERY_RUN, *(pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS)]
 SEED = int(os.environ.get("PAGEFERRY_SEED", "3"))
 
 
@@ -28,7 +29,7 @@ def _(quiet: Any) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 async def test_a_wave_of_requests_survives(service: Service, name: str) -> None:
-    kind = KINDS[name]
+    kind = process_fault(name)
     async with open_session() as session:
         campaign = Campaign(service, session, print)
         assert await campaign.ready_for(kind)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from app.commands.serve import Service
+from cluster.fault_kinds import PageFault
 from cluster.metrics import TABLE
 from cluster.spec import ClusterSpec
 from ops.bench import facts
@@ -42,7 +43,7 @@ SETTINGS: dict[str, Any] = {
     "model.max_model_len": 2048,
     "integrity.mode": "check",
     "integrity.policy": "fail",
-    "faults.kinds": ["table_free_page", "bit_flip", "page_freed_early"],
+    "faults.kinds": [str(PageFault.TABLE_FREE_PAGE), str(PageFault.BIT_FLIP), str(PageFault.PAGE_FREED_EARLY)],
     "faults.seed": 5,
     "admission.occupancy_limit": 1.0,
     "admission.queue_max": 8,

@@ -16,6 +16,7 @@ import ray
 import requests
 
 from app.commands.serve import Service
+from cluster.fault_kinds import PageFault
 from cluster.metrics import BY_NAME, Emitter
 from ops.chaos.alerts.watch import Watch
 
@@ -98,16 +99,16 @@ class Staging:
 
 
 def page_mix_up(staging: Staging) -> None:
-    staging.hurt("table_free_page", 12, 200)
+    staging.hurt(PageFault.TABLE_FREE_PAGE, 12, 200)
 
 
 def bad_bytes(staging: Staging) -> None:
     for _ in range(3):
-        staging.hurt("bit_flip", 60, 4)
+        staging.hurt(PageFault.BIT_FLIP, 60, 4)
 
 
 def freed_early(staging: Staging) -> None:
-    staging.hurt("page_freed_early", 30, 250)
+    staging.hurt(PageFault.PAGE_FREED_EARLY, 30, 250)
 
 
 def staged_counters(staging: Staging) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.messages import HandOver
-from cluster.fault_kinds import KINDS
+from cluster.fault_kinds import Side, page_fault
 from cluster.spec import ClusterSpec
 from ops.engine_pair import EnginePair
 
@@ -215,7 +215,7 @@ class Harness:
     # -- faults
 
     async def worker_fault(self, kind: str, trial: int, target: str | int, more: float = 0) -> dict[str, Any]:
-        host = self.pair.prefill if KINDS[kind].side == "prefill" else self.pair.decode
+        host = self.pair.prefill if page_fault(kind).side is Side.PREFILL else self.pair.decode
         assert host is not None
         done: list[dict[str, Any]] = await host.core.collective_rpc_async(
             "pageferry_fault", args=(kind, trial, target, more)

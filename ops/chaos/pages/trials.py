@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.messages import Verdict
-from cluster.fault_kinds import KINDS
+from cluster.fault_kinds import PageFault, page_fault
 from ops.chaos.pages.harness import MAX_TOKENS, Harness, Watched
 
 ATTEMPTS = 5
@@ -166,7 +166,7 @@ async def staging(harness: Harness, trial: Trial, rng: random.Random) -> None:
     """Bytes in staging are spoiled before decode opens them: the verdict says so and decode computes the prompt."""
     before, mine, other = _pick(harness, rng, 3)
     neighbour = await harness.start_request(other)
-    if trial.kind == "replayed_page":
+    if trial.kind == PageFault.REPLAYED_PAGE:
         earlier = await harness.start_request(
             before, max_tokens=1, salt=harness.salt(), over=await harness.seal(before)
         )
@@ -204,8 +204,8 @@ async def scale(harness: Harness, trial: Trial, rng: random.Random) -> None:
     _watch(trial, victim, [neighbour], victim_ends=False)
 
 
-async def road(harness: Harness, trial: Trial, rng: random.Random) -> None:
-    """The proof is lost, late or doubled: decode computes the prompt, or the second one is absorbed."""
+async def late_seals(harness: Harness, trial: Trial, rng: random.Random) -> None:
+    """The seal is lost, late or doubled: decode computes the prompt, or the second one is absorbed."""
     mine, other = _pick(harness, rng, 2)
     neighbour = await harness.start_request(other)
     seals = harness.pair.transfer.machine.seals
@@ -227,17 +227,17 @@ async def road(harness: Harness, trial: Trial, rng: random.Random) -> None:
     victim = await harness.start_request(mine, salt=harness.salt(), over=over)
     await asyncio.gather(victim.ended(), neighbour.ended())
     _placed(trial, (await harness.fault_log("prefill") or [{}])[0])
-    if trial.kind == "seal_duplicated":
+    if trial.kind == PageFault.SEAL_DUPLICATED:
         trial.detected, trial.by = over is not None and seals.duplicates > duplicates, "absorbed as a duplicate"
-    elif trial.kind == "seal_late":
+    elif trial.kind == PageFault.SEAL_LATE:
         if over is not None:
-            raise NotPlaced("prefill's answer took so long that the delayed proof was in time")
+            raise NotPlaced("prefill's answer took so long that the delayed seal was in time")
         for _ in range(250):
             if seals.late > late:
                 break
             await asyncio.sleep(0.02)
         if seals.late == late and key in harness.pair.controller.unawaited:
-            raise NotPlaced("the proof came between the deadline and the release of its ticket")
+            raise NotPlaced("the seal came between the deadline and the release of its ticket")
         trial.detected, trial.by = over is None and seals.late > late, "deadline: missing; then absorbed as late"
     else:
         trial.detected, trial.by = over is None, "deadline: missing"
@@ -272,27 +272,27 @@ async def landing(harness: Harness, trial: Trial, rng: random.Random) -> None:
     _watch(trial, None, [neighbour, taker], victim_ends=False)
 
 
-SCENES: dict[str, Scene] = {
-    "table_other_request": tables,
-    "table_free_page": tables,
-    "table_own_page": tables,
-    "stale_tag": tables,
-    "tag_bumped": tables,
-    "page_freed_and_taken": taken,
-    "page_freed_early": kept,
-    "shared_page_freed_early": shared,
-    "replayed_page": staging,
-    "bit_flip": staging,
-    "page_permutation": staging,
-    "token_permutation": staging,
-    "truncated_page": staging,
-    "wrong_scale": scale,
-    "seal_lost": road,
-    "seal_late": road,
-    "seal_duplicated": road,
-    "late_landing": landing,
+SCENES: dict[PageFault, Scene] = {
+    PageFault.TABLE_OTHER_REQUEST: tables,
+    PageFault.TABLE_FREE_PAGE: tables,
+    PageFault.TABLE_OWN_PAGE: tables,
+    PageFault.STALE_TAG: tables,
+    PageFault.TAG_BUMPED: tables,
+    PageFault.PAGE_FREED_AND_TAKEN: taken,
+    PageFault.PAGE_FREED_EARLY: kept,
+    PageFault.SHARED_PAGE_FREED_EARLY: shared,
+    PageFault.REPLAYED_PAGE: staging,
+    PageFault.BIT_FLIP: staging,
+    PageFault.PAGE_PERMUTATION: staging,
+    PageFault.TOKEN_PERMUTATION: staging,
+    PageFault.TRUNCATED_PAGE: staging,
+    PageFault.WRONG_SCALE: scale,
+    PageFault.SEAL_LOST: late_seals,
+    PageFault.SEAL_LATE: late_seals,
+    PageFault.SEAL_DUPLICATED: late_seals,
+    PageFault.LATE_LANDING: landing,
 }
-assert set(SCENES) == set(KINDS)
+assert set(SCENES) == set(PageFault)
 
 
 async def run_trial(harness: Harness, kind: str, number: int) -> Trial:
@@ -303,7 +303,7 @@ async def run_trial(harness: Harness, kind: str, number: int) -> Trial:
         rng = random.Random(f"{harness.seed}/{kind}/{number}/{attempt}/scene")
         await harness.audit()  # what earlier trials left there is theirs
         try:
-            await _while_alive(harness, SCENES[kind](harness, trial, rng))
+            await _while_alive(harness, SCENES[page_fault(kind)](harness, trial, rng))
         except EngineDied as error:
             trial.notes.append(str(error))
             trial.seconds = time.perf_counter() - started

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 
 from app.commands.serve import Service
+from cluster.fault_kinds import ProcessFault, Target, process_fault
 from ops.chaos.processes import checks, load, targets
-from ops.chaos.processes.kinds import KINDS, Kind, Target
 
 SPREAD_S = 2.5  # requests of a wave start within this
 MOMENT_S = (0.3, 6.0)  # when the blow falls, after the wave began
@@ -56,8 +56,8 @@ class Campaign:
         self.url = service.url
         self.model = service.spec.model.served_name
 
-    async def run(self, kind: Kind, seed: int) -> Result:
-        rng = random.Random(f"{kind.name}/{seed}")
+    async def run(self, kind: ProcessFault, seed: int) -> Result:
+        rng = random.Random(f"{kind}/{seed}")
         before = await self.status()
         began = time.monotonic()
         wave = asyncio.create_task(load.wave(self.session, self.url, self.model, rng, SPREAD_S))
@@ -74,16 +74,18 @@ class Campaign:
         for each in await checks.implausible(self.session, self.url, self.model, answers):
             findings.token_faults += 1
             findings.problems.append(each)
-        return Result(kind.name, seed, phase, victim, seconds, rest_s, findings, leaked, ended)
+        return Result(kind, seed, phase, victim, seconds, rest_s, findings, leaked, ended)
 
-    async def _hurt(self, kind: Kind, pid: int, rng: random.Random) -> None:
+    async def _hurt(self, kind: ProcessFault, pid: int, rng: random.Random) -> None:
         os.kill(pid, kind.signal)
         if kind.pause_s is not None:
             await asyncio.sleep(rng.uniform(*kind.pause_s))
             with contextlib.suppress(ProcessLookupError):  # it may have been taken for hung
                 os.kill(pid, signal.SIGCONT)
 
-    async def _ended_since(self, before: dict[str, Any], kind: Kind, findings: checks.Findings) -> dict[str, int]:
+    async def _ended_since(
+        self, before: dict[str, Any], kind: ProcessFault, findings: checks.Findings
+    ) -> dict[str, int]:
         """Tickets by outcome. Exactly one a request, but for those that a dead frontend had not sent on yet."""
         after = await self.status()
         if kind.forgets or after["epoch"] != before["epoch"]:
@@ -111,7 +113,7 @@ class Campaign:
 
     # -- what a kind needs before it may hurt something
 
-    async def ready_for(self, kind: Kind) -> bool:
+    async def ready_for(self, kind: ProcessFault) -> bool:
         """Its target is there, and so is what must serve the requests meanwhile."""
         status = await self.status()
         decode, prefill = (len(targets.ready_replicas(status, pool)) for pool in ("decode", "prefill"))
@@ -139,13 +141,13 @@ class Campaign:
                 raise RuntimeError(f"not whole within {within_s:g} s: {there} of {wanted}, {status['frontends']}")
             await asyncio.sleep(0.5)
 
-    async def choose(self, todo: Counter[str]) -> Kind | None:
+    async def choose(self, todo: Counter[str]) -> ProcessFault | None:
         """The kind with most runs to go whose target is there; waits for one. None when there is none for long."""
         until = time.monotonic() + WHOLE_S
         while time.monotonic() < until:
             for name, count in todo.most_common():
-                if count and await self.ready_for(KINDS[name]):
-                    return KINDS[name]
+                if count and await self.ready_for(process_fault(name)):
+                    return process_fault(name)
             await asyncio.sleep(0.5)
         return None
 
@@ -159,5 +161,5 @@ class Campaign:
             kind = await self.choose(todo)
             if kind is None:
                 raise RuntimeError(f"nothing to hurt is back within {WHOLE_S:g} s: {await self.status()}")
-            todo[kind.name] -= 1
+            todo[kind] -= 1
             yield await self.run(kind, seed + number)

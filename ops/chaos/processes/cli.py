@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from app.commands.serve import Service
+from cluster.fault_kinds import ProcessFault
 from cluster.json_output import print_json
 from cluster.spec import ClusterSpec, parse_overrides
 from ops.chaos.processes import leaving, poison, report, scaling, storm
 from ops.chaos.processes.campaign import Campaign, Result
-from ops.chaos.processes.kinds import KINDS
 from ops.chaos.processes.load import REQUEST_TIMEOUT_S, open_session
 
 TOPOLOGY = Path(__file__).with_name("topology.yaml")
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "--rolling", nargs="*", choices=("config", "model"), default=[], help="runs that replace every replica"
     )
     make.add_argument("--seed", type=int, default=0)
-    make.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=sorted(KINDS), metavar="KIND")
+    make.add_argument("--kinds", nargs="+", choices=sorted(ProcessFault), default=sorted(ProcessFault), metavar="KIND")
     make.add_argument("--minutes", type=float, default=60.0, help="no new run after this, service start included")
     make.add_argument("--append", type=Path, help="file of JSON lines that every result is added to")
     make.add_argument("--topology", default=str(TOPOLOGY))

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.fault_kinds import Target
 from ops.chaos.processes import checks, load, scaling, targets
 from ops.chaos.processes.campaign import Campaign, Result
 from ops.chaos.processes.forms import FORMS
-from ops.chaos.processes.kinds import Target
 
 STORM_S = 60.0
 PATIENT, LEAVING = 16, 5  # clients

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.processes import marked
-from ops.chaos.processes.kinds import Target
+from cluster.fault_kinds import Target
 
 TITLES = {
     Target.TRANSFER: "ray::KVTransferActor",
