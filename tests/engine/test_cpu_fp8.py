@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.engine.cpu_fp8 import Fp8Operators, is_needed
+from actors.engine.cpu_fp8 import Fp8Operators, is_needed, multiply_widened
 
 HEADS, KV_HEADS, DIM, TOKENS, BLOCKS = 6, 3, 64, 32, 9
 SCALES: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0, "kv_cache_dtype": "fp8_e4m3"}
@@ -95,3 +95,29 @@ def test_other_caches_go_to_vllm(operators: Any) -> None:
         v_scale=4.0, kv_cache_dtype="fp8_e5m2",
     )  # fmt: skip
     assert seen == ["fp8_e5m2"]
+
+
+@pytest.mark.parametrize("remove_weight", [False, True])
+def test_a_widened_layer_rounds_once(remove_weight: bool) -> None:
+    layer: Any = torch.nn.Linear(96, 64, dtype=torch.bfloat16)
+    x, exact = torch.randn(5, 96, dtype=torch.bfloat16), torch.nn.Linear(96, 64, dtype=torch.float64)
+    exact.weight.data, exact.bias.data = layer.weight.detach().double(), layer.bias.detach().double()
+    multiply_widened(layer, remove_weight)
+    assert layer.weight.numel() == (0 if remove_weight else 96 * 64)
+    found = layer.cpu_linear(x, layer.weight, layer.bias)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact(x.double()), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.skipif(not is_needed(), reason="this CPU multiplies BF16 by itself")
+def test_linear_layers_of_this_process_are_widened() -> None:
+    from vllm.model_executor.layers import utils
+
+    import actors.engine.vllm_patches  # noqa: F401
+
+    layer: Any = torch.nn.Linear(96, 64, dtype=torch.bfloat16)
+    utils.dispatch_cpu_unquantized_gemm(layer, True)
+    assert layer.weight.numel() == 0 and layer.cpu_linear(torch.ones(1, 96).bfloat16(), layer.weight, None).shape == (
+        1,
+        64,
+    )
