@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,12 @@ def shown(tensor: Tensor) -> str:
 
 
 def check_caches(caches: Sequence[Tensor], layout: PageLayout) -> None:
+    """Of one region."""
     if len(caches) != layout.num_layers:
         raise ValueError(f"{len(caches)} caches for {layout.num_layers} layers")
-    kinds: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    if layout.dtype is PageDtype.E4M3:
-        kinds = (torch.uint8, torch.float8_e4m3fn)
+    kinds: tuple[torch.dtype, ...] = (torch.uint8, torch.float8_e4m3fn)
+    if layout.dtype is PageDtype.BF16:
+        kinds = (torch.bfloat16,)
     first = caches[0]
     if first.dtype not in kinds or tuple(first.shape) != layout.cache_shape(first.shape[0]):
         raise ValueError(
@@ -50,13 +51,15 @@ def check_caches(caches: Sequence[Tensor], layout: PageLayout) -> None:
 class PageCaches(Sequence[Tensor]):
     """One cache tensor a layer, checked against its layout once and not in each call that gets it.
 
-    `addresses`, and `block_strides` in bytes, are int64 [layers] on the CPU.
+    `by_region`: the same, one a region. `addresses`, and `block_strides` in bytes, are int64 [layers] on the CPU.
     """
 
     def __init__(self, caches: Sequence[Tensor], layout: PageLayout) -> None:
-        check_caches(caches, layout)
         self.layout = layout
         self._caches = tuple(caches)
+        self.by_region = (self,) if not layout.further_regions else tuple(_split(caches, layout))
+        if not layout.further_regions:
+            check_caches(caches, layout)
         self.addresses = torch.tensor([to_signed(cache.data_ptr()) for cache in caches], dtype=torch.int64)
         self.block_strides = torch.tensor([cache.stride(0) * cache.element_size() for cache in caches])
 
@@ -65,6 +68,39 @@ class PageCaches(Sequence[Tensor]):
 
     def __len__(self) -> int:
         return len(self._caches)
+
+    @property
+    def device(self) -> torch.device:
+        return self._caches[0].device
+
+
+def _split(caches: Sequence[Tensor], layout: PageLayout) -> Iterator[PageCaches]:
+    num_layers = sum(region.num_layers for region in layout.regions)
+    if len(caches) != num_layers:
+        raise ValueError(f"{len(caches)} caches for {num_layers} layers of {len(layout.regions)} regions")
+    if len(blocks := {cache.shape[0] for cache in caches}) != 1:
+        raise ValueError(f"caches of one page have different numbers of blocks: {sorted(blocks)}")
+    begin = 0
+    for region in layout.regions:
+        yield PageCaches(caches[begin : begin + region.num_layers], region)
+        begin += region.num_layers
+
+
+def parts_of(pages: Tensor, wire: PageLayout) -> list[Tensor]:
+    """Each region's part of wire pages; views of the same memory."""
+    parts, begin = [], 0
+    for region in wire.regions:
+        parts.append(pages[:, begin : begin + region.page_bytes])
+        begin += region.page_bytes
+    return parts
+
+
+def page_digest_of(regions: Sequence[Tensor]) -> Tensor:
+    """The digest of pages of several regions from those of their regions (`kernels.digest`, step 4)."""
+    digest = torch.zeros_like(regions[0])
+    for region in regions:
+        digest = mix((digest ^ region) + to_signed(GOLDEN))
+    return digest
 
 
 def as_caches(caches: Sequence[Tensor], layout: PageLayout) -> PageCaches:

@@ -61,8 +61,8 @@ def seal_pages(
     out: Tensor,
     seeds: PageSeeds,
 ) -> Tensor:
-    if src.dtype is PageDtype.BF16 and wire.order is PageOrder.FP8_DS_MLA:
-        # Rows with their own scales: the reference's vector code is as good as a loop, and no CPU engine has them.
+    if src.dtype is PageDtype.BF16 and (wire.order is PageOrder.FP8_DS_MLA or wire.scales_by_head):
+        # Scales by row or by head: the reference's vector code is as good as a loop, and no CPU engine has them.
         return reference.seal_pages(caches, src, wire, block_ids, out, seeds)
     codec = _codec(src.dtype, wire)
     ids = block_ids.numpy()
@@ -122,6 +122,18 @@ def open_pages(
             addresses, strides, ids, dst_at, int(dst_at.max()) + 1, verdicts
         )  # fmt: skip
     return good
+
+
+def write_pages(
+    wire_pages: Tensor, wire: PageLayout, good: Tensor, caches: Sequence[Tensor], dst: PageLayout, block_ids: Tensor
+) -> None:
+    if wire != dst:
+        reference.write_pages(wire_pages, wire, good, caches, dst, block_ids)
+        return
+    size, ids, pages = wire.layer_page_bytes, block_ids[good], wire_pages[good]
+    for layer, cache in enumerate(caches):
+        part = pages[:, layer * size : (layer + 1) * size].contiguous()
+        cache[ids] = part.view(cache.dtype).view(len(ids), *cache.shape[1:])
 
 
 _threads = 1

@@ -10,6 +10,8 @@ Definition. All arithmetic is modulo 2^64; `mix` is the splitmix64 finaliser; G 
      S1 = sum_j (lo_j + k_2j)   * (hi_j + k_2j+1)
      S2 = sum_j (lo_j + k_2j+2) * (hi_j + k_2j+3)
 3. digest = mix(seed ^ sum over blocks of mix(S2 ^ mix(S1 + seed + (p + 1) G))).
+4. A page of several regions has such a digest d for each, with the whole page's fingerprint in the seed and p counted
+   anew; its own is the last s of s = 0, then s = mix((s ^ d) + G) for d of each region in order.
 
 S1, S2 are NH with Toeplitz keys (Black, Halevi, Krawczyk, Krovetz, Rogaway, "UMAC: Fast and secure message
 authentication", CRYPTO 1999, theorem 1 and its Toeplitz form): two different blocks have equal (S1, S2) for at most

@@ -2,6 +2,7 @@
 
     seal_pages     cache pages -> wire pages and their digests
     open_pages     wire pages -> cache pages, those with the right digest only
+    write_pages    wire pages -> cache pages, unverified
     page_digests   the digests of wire pages
     check_tags     page_tags[block table] against what the requests expect; stops the rows that are wrong
     prepare_check  the same over buffers that stay, for every step (CPU)
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kernels import arguments, int4
-from kernels.arguments import BlockIds, Digests, PageSeeds
+from kernels.arguments import BlockIds, Digests, PageCaches, PageSeeds, page_digest_of, parts_of
 from kernels.layout import LayoutError, PageLayout, SealBinding, check_convertible
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "unpack_int4",
     "use_backend",
     "warm_up",
+    "write_pages",
 ]
 
 
@@ -52,7 +54,7 @@ WEIGHT_MODULES = {"reference": "kernels.int4", "numba": "kernels.cpu_int4", "tri
 
 
 class PageBackend(Protocol):
-    """What a backend module offers. Arguments are already checked; `seeds`: of the wire pages."""
+    """What a backend module offers, for pages of one region. Arguments are checked; `seeds`: of the wire pages."""
 
     def seal_pages(
         self,
@@ -74,6 +76,16 @@ class PageBackend(Protocol):
         block_ids: Tensor,
         seeds: PageSeeds,
     ) -> Tensor: ...
+
+    def write_pages(
+        self,
+        wire_pages: Tensor,
+        wire: PageLayout,
+        good: Tensor,
+        caches: Sequence[Tensor],
+        dst: PageLayout,
+        block_ids: Tensor,
+    ) -> None: ...
 
     def page_digests(self, wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tensor: ...
 
@@ -187,8 +199,23 @@ def seal_pages(
     seeds = arguments.page_seeds(wire, binding, first_ordinal, n)
     if n == 0:
         return torch.empty(0, dtype=torch.int64, device=out.device)
-    backend = _load(backend_name(caches[0].device))
-    return backend.seal_pages(caches, src, wire, ids, out, seeds)
+    if out.device != caches.device:
+        # Host staging: the kernel writes device memory at its speed, one copy crosses the bus; then the digests wait.
+        made = torch.empty(out.shape, dtype=torch.uint8, device=caches.device)
+        digests = _seal_regions(caches, src, wire, ids, made, seeds)
+        out.copy_(made)
+        return digests.to(out.device)
+    return _seal_regions(caches, src, wire, ids, out, seeds)
+
+
+def _seal_regions(
+    caches: PageCaches, src: PageLayout, wire: PageLayout, ids: Tensor, out: Tensor, seeds: PageSeeds
+) -> Tensor:
+    backend = _load(backend_name(caches.device))
+    if not wire.further_regions:
+        return backend.seal_pages(caches, src, wire, ids, out, seeds)
+    regions = zip(caches.by_region, src.regions, wire.regions, parts_of(out, wire), strict=True)
+    return page_digest_of([backend.seal_pages(c, s, w, ids, part, seeds) for c, s, w, part in regions])
 
 
 def open_pages(
@@ -210,22 +237,62 @@ def open_pages(
 
     Returns bool [n]: True = the digest was right and the page is written. Raises as `seal_pages`.
     """
-    if wire.dtype is not dst.dtype:
-        raise LayoutError(f"wire pages are {wire.describe()}, the caches {dst.describe()}: open does not convert")
-    _check_pair(wire, dst)
-    caches = arguments.as_caches(caches, dst)
-    arguments.check_wire("wire_pages", wire_pages, wire)
-    ids = arguments.as_block_ids(block_ids, caches[0])
-    if isinstance(block_ids, Sequence) and len(set(block_ids)) != len(block_ids):
-        raise ValueError("block_ids names a block twice: two pages would be written over each other")
+    caches, ids = _destination(wire_pages, wire, caches, dst, block_ids)
     n = wire_pages.shape[0]
-    arguments.check_cover(n, wire.page_tokens, len(ids), dst.page_tokens, "wire pages", "destination blocks")
     wanted = arguments.as_digests(digests, n, wire_pages.device)
     seeds = arguments.page_seeds(wire, binding, first_ordinal, n)
     if n == 0:
         return torch.empty(0, dtype=torch.bool, device=wire_pages.device)
-    backend = _load(backend_name(caches[0].device))
-    return backend.open_pages(wire_pages, wire, wanted, caches, dst, ids, seeds)
+    if not wire.further_regions:
+        return _load(backend_name(caches.device)).open_pages(wire_pages, wire, wanted, caches, dst, ids, seeds)
+    wire_pages, ids = wire_pages.to(caches.device, non_blocking=True), ids.to(caches.device)
+    # No region is written before all of them are known to be right.
+    good = _digests(wire_pages, wire, seeds) == wanted.to(caches.device)
+    good &= (ids >= 0) & (ids < caches[0].shape[0])
+    _write(wire_pages, wire, good, caches, dst, ids)
+    return good
+
+
+def write_pages(
+    wire_pages: Tensor, wire: PageLayout, caches: Sequence[Tensor], dst: PageLayout, block_ids: BlockIds
+) -> None:
+    """`open_pages` without a digest: whatever the pages hold is written."""
+    caches, ids = _destination(wire_pages, wire, caches, dst, block_ids)
+    if wire_pages.shape[0]:
+        good = torch.ones(wire_pages.shape[0], dtype=torch.bool, device=caches.device)
+        _write(wire_pages.to(caches.device, non_blocking=True), wire, good, caches, dst, ids.to(caches.device))
+
+
+def _destination(
+    wire_pages: Tensor, wire: PageLayout, caches: Sequence[Tensor], dst: PageLayout, block_ids: BlockIds
+) -> tuple[PageCaches, Tensor]:
+    if wire.dtype is not dst.dtype:
+        raise LayoutError(f"wire pages are {wire.describe()}, the caches {dst.describe()}: open does not convert")
+    _check_pair(wire, dst)
+    checked = arguments.as_caches(caches, dst)
+    arguments.check_wire("wire_pages", wire_pages, wire)
+    ids = arguments.as_block_ids(block_ids, checked[0])
+    if isinstance(block_ids, Sequence) and len(set(block_ids)) != len(block_ids):
+        raise ValueError("block_ids names a block twice: two pages would be written over each other")
+    n = wire_pages.shape[0]
+    arguments.check_cover(n, wire.page_tokens, len(ids), dst.page_tokens, "wire pages", "destination blocks")
+    return checked, ids
+
+
+def _write(
+    wire_pages: Tensor, wire: PageLayout, good: Tensor, caches: PageCaches, dst: PageLayout, ids: Tensor
+) -> None:
+    backend = _load(backend_name(caches.device))
+    for region, w, d, part in zip(caches.by_region, wire.regions, dst.regions, parts_of(wire_pages, wire), strict=True):
+        backend.write_pages(part, w, good, region, d, ids)
+
+
+def _digests(wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tensor:
+    backend = _load(backend_name(wire_pages.device))
+    if not wire.further_regions:
+        return backend.page_digests(wire_pages, wire, seeds)
+    parts = zip(parts_of(wire_pages, wire), wire.regions, strict=True)
+    return page_digest_of([backend.page_digests(part, region, seeds) for part, region in parts])
 
 
 def page_digests(wire_pages: Tensor, wire: PageLayout, binding: SealBinding, first_ordinal: int) -> Tensor:
@@ -234,7 +301,7 @@ def page_digests(wire_pages: Tensor, wire: PageLayout, binding: SealBinding, fir
     seeds = arguments.page_seeds(wire, binding, first_ordinal, wire_pages.shape[0])
     if wire_pages.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=wire_pages.device)
-    return _load(backend_name(wire_pages.device)).page_digests(wire_pages, wire, seeds)
+    return _digests(wire_pages, wire, seeds)
 
 
 def check_tags(

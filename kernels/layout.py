@@ -2,6 +2,8 @@
 
 A *page* is one block of the block table over all layers: `page_tokens` tokens. A cache is one tensor a layer; the
 *wire form* of a page is contiguous, `[layer][bytes of that layer's page]`, with the bytes in the destination's order.
+Where layers keep different things (latent rows and the index keys of sparse attention), a page is several *regions*,
+one after another in its wire form, each with layers, order and format of its own.
 
 Orders (N = page_tokens, H = num_kv_heads, D = head_dim; every order is row-major as written):
 
@@ -12,6 +14,7 @@ Orders (N = page_tokens, H = num_kv_heads, D = head_dim; every order is row-majo
 | `cpu_amx` | `[H]` of: K as `[N/16][D/2][16 tokens][2 dims]`, then V as `[D/16][N/2][16 dims][2 tokens]`; same cache |
 | `mla` | `[N][D]`, one latent row a token (512 latent + 64 rope for DeepSeek and GLM); cache `(blocks, N, D)` |
 | `fp8_ds_mla` | `[N]` rows of 656 bytes: 512 e4m3 latent, 4 float32 tile scales, 64 BF16 rope |
+| `bytes` | N x D bytes without a meaning here, moved as they are (index keys: D = 132); cache `(blocks, N, D)`, uint8 |
 
 `cpu_vec` and `cpu_amx` are what the CPU attention backend of vLLM 0.32 writes for `layer.isa` "vec" and "amx"; the
 machine decides which (AMX where the CPU has it). A page means nothing to a reader of the other, so the order is part
@@ -26,9 +29,10 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Final
 
 DS_MLA_LATENT: Final = 512
@@ -41,6 +45,11 @@ E4M3_MAX: Final = 448.0
 PAGE_ALIGN: Final = 16
 """A layer's page is a whole number of 16-byte words: vector loads and the digest rely on it."""
 
+MAX_REGIONS: Final = 7
+"""Further regions of a page that a peer may announce."""
+NAME_HASH_DIGITS: Final = 16
+
+_OPTIONAL: Final = ("layer_names", "further_regions")
 _U64: Final = (1 << 64) - 1
 
 
@@ -54,15 +63,18 @@ class PageOrder(StrEnum):
     KV_PACKED = "kv_packed"
     MLA = "mla"
     FP8_DS_MLA = "fp8_ds_mla"
+    BYTES = "bytes"
 
     @property
     def is_latent(self) -> bool:
-        return self in (PageOrder.MLA, PageOrder.FP8_DS_MLA)
+        """One row a token instead of K and V by head."""
+        return self in (PageOrder.MLA, PageOrder.FP8_DS_MLA, PageOrder.BYTES)
 
 
 class PageDtype(StrEnum):
     BF16 = "bfloat16"
     E4M3 = "float8_e4m3fn"
+    UINT8 = "uint8"  # of order `bytes`, and of it alone
 
     @property
     def num_bytes(self) -> int:
@@ -83,6 +95,18 @@ class Rounding(StrEnum):
 
     NEAREST_EVEN = "nearest_even"
     TRUNCATE = "truncate"
+
+
+@lru_cache(maxsize=64)
+def _regions(layout: PageLayout) -> tuple[PageLayout, ...]:
+    return (replace(layout, further_regions=()), *layout.further_regions)
+
+
+def name_hash(names: Iterable[str]) -> str:
+    """Of the names of a region's layers in wire order; what stands before `layers.` is left out, since a checkpoint of
+    the text model alone calls the same layers by shorter names."""
+    short = [name[max(name.find("layers."), 0) :] for name in names]
+    return hashlib.sha256("\n".join(short).encode()).hexdigest()[:NAME_HASH_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +130,13 @@ class SealBinding:
 class PageLayout:
     """Geometry and number format of a page. `head_dim` is the latent row length for MLA orders (`num_kv_heads` = 1).
 
-    `k_scales`, `v_scales`: what a stored e4m3 value is multiplied with to give the real one; one number, or one a
-    layer. They are kept as the nearest float32 and collapsed to one number when all are equal, so that equal layouts
-    have equal fingerprints. BF16 has scales 1.0, and `rounding` says nothing there and is kept as `nearest_even`.
-    MLA e4m3 uses `k_scales` for the whole row. `fp8_ds_mla` has no static scale.
+    `k_scales`, `v_scales`: what a stored e4m3 value is multiplied with to give the real one; one number, one a layer,
+    or one a layer and head (`[layer][head]`). They are kept as the nearest float32 and collapsed to fewer where those
+    say the same, so that equal layouts have equal fingerprints. BF16 has scales 1.0, and `rounding` says nothing there
+    and is kept as `nearest_even`. MLA e4m3 uses `k_scales` for the whole row. `fp8_ds_mla` has no static scale.
+
+    `layer_names`: hash of the layers' names in wire order (`name_hash`), "" where they have none: both sides must mean
+    the same layers. `further_regions`: what else belongs to the page, each a layout without further regions.
 
     Raises `LayoutError` with the field, the value and what is allowed.
     """
@@ -123,6 +150,8 @@ class PageLayout:
     rounding: Rounding = Rounding.NEAREST_EVEN
     k_scales: tuple[float, ...] = (1.0,)
     v_scales: tuple[float, ...] = (1.0,)
+    layer_names: str = ""
+    further_regions: tuple[PageLayout, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "page_tokens", "num_kv_heads", "head_dim"):
@@ -133,9 +162,11 @@ class PageLayout:
         object.__setattr__(self, "order", _member(PageOrder, "order", self.order))
         object.__setattr__(self, "rounding", _member(Rounding, "rounding", self.rounding))
         for name in ("k_scales", "v_scales"):
-            object.__setattr__(self, name, _canonical_scales(name, getattr(self, name), self.num_layers))
+            scales = _canonical_scales(name, getattr(self, name), self.num_layers, self.num_kv_heads)
+            object.__setattr__(self, name, scales)
         _check_order(self)
-        if self.dtype is PageDtype.BF16:
+        _check_regions(self)
+        if self.dtype is not PageDtype.E4M3:
             object.__setattr__(self, "rounding", Rounding.NEAREST_EVEN)
         if self.layer_page_bytes % PAGE_ALIGN:
             raise LayoutError(
@@ -156,22 +187,36 @@ class PageLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers: the length of its wire form."""
-        return self.num_layers * self.layer_page_bytes
+        """Bytes of one page over all layers and regions: the length of its wire form."""
+        return self.num_layers * self.layer_page_bytes + sum(each.page_bytes for each in self.further_regions)
+
+    @property
+    def regions(self) -> tuple[PageLayout, ...]:
+        """The page's regions in wire order, each without further ones."""
+        return _regions(self) if self.further_regions else (self,)
 
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Logical shape of one layer's cache tensor."""
         if self.order is PageOrder.FP8_DS_MLA:
             return (num_blocks, self.page_tokens, DS_MLA_ROW_BYTES)
-        if self.order is PageOrder.MLA:
+        if self.order.is_latent:
             return (num_blocks, self.page_tokens, self.head_dim)
         return (num_blocks, self.num_kv_heads, self.page_tokens, 2 * self.head_dim)
 
-    def k_scale(self, layer: int) -> float:
-        return self.k_scales[layer if len(self.k_scales) > 1 else 0]
+    @property
+    def scales_by_head(self) -> bool:
+        return max(len(self.k_scales), len(self.v_scales)) > self.num_layers
 
-    def v_scale(self, layer: int) -> float:
-        return self.v_scales[layer if len(self.v_scales) > 1 else 0]
+    def k_scale(self, layer: int, head: int = 0) -> float:
+        return self._scale(self.k_scales, layer, head)
+
+    def v_scale(self, layer: int, head: int = 0) -> float:
+        return self._scale(self.v_scales, layer, head)
+
+    def _scale(self, scales: tuple[float, ...], layer: int, head: int) -> float:
+        if len(scales) == 1:
+            return scales[0]
+        return scales[layer if len(scales) == self.num_layers else layer * self.num_kv_heads + head]
 
     def with_dtype(
         self,
@@ -184,8 +229,13 @@ class PageLayout:
         return replace(self, dtype=dtype, rounding=rounding, k_scales=k_scales, v_scales=v_scales)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; floats are exact (float32 values)."""
+        """JSON-ready; floats are exact (float32 values). `layer_names` and `further_regions` only where it has some."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in _OPTIONAL:
+            if not out[name]:
+                del out[name]
+        if self.further_regions:
+            out["further_regions"] = [each.to_dict() for each in self.further_regions]
         for name in ("dtype", "order", "rounding"):
             out[name] = str(out[name])
         for name in ("k_scales", "v_scales"):
@@ -194,9 +244,11 @@ class PageLayout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PageLayout:
-        """The inverse of `to_dict`. All fields must be there and no others: a peer sent this."""
+        """The inverse of `to_dict`. What it always has must be there and nothing else: a peer sent this."""
+        if not isinstance(data, Mapping):
+            raise LayoutError(f"page layout is {data!r}, must be an object")
         names = {f.name for f in fields(cls)}
-        if missing := names - set(data):
+        if missing := names - set(data) - set(_OPTIONAL):
             raise LayoutError(f"page layout lacks {', '.join(sorted(missing))}")
         if unknown := set(data) - names:
             raise LayoutError(f"page layout has unknown {', '.join(sorted(map(repr, unknown)))}")
@@ -205,7 +257,10 @@ class PageLayout:
             if not isinstance(values[name], list | tuple):
                 raise LayoutError(f"{name} is {values[name]!r}, must be a list of numbers")
             values[name] = tuple(values[name])
-        return cls(**values)
+        further = values.get("further_regions", ())
+        if not isinstance(further, list | tuple) or len(further) > MAX_REGIONS:
+            raise LayoutError(f"further_regions is {further!r}, must be a list of at most {MAX_REGIONS} layouts")
+        return cls(**{**values, "further_regions": tuple(cls.from_dict(each) for each in further)})
 
     @property
     def fingerprint(self) -> str:
@@ -219,23 +274,37 @@ class PageLayout:
         return int(self.fingerprint[:16], 16)
 
     def describe(self) -> str:
-        scales = (
-            "" if self.dtype is PageDtype.BF16 else f" {self.rounding} k={_few(self.k_scales)} v={_few(self.v_scales)}"
+        scaled = f" {self.rounding} k={_few(self.k_scales)} v={_few(self.v_scales)}"
+        text = (
+            f"{self.order} {self.dtype}{scaled if self.dtype is PageDtype.E4M3 else ''} layers={self.num_layers}"
+            f" page_tokens={self.page_tokens} kv_heads={self.num_kv_heads} head_dim={self.head_dim}"
         )
-        return (
-            f"{self.order} {self.dtype}{scales} layers={self.num_layers} page_tokens={self.page_tokens}"
-            f" kv_heads={self.num_kv_heads} head_dim={self.head_dim}"
-        )
+        return " and ".join([text, *(each.describe() for each in self.further_regions)])
 
 
 def check_convertible(src: PageLayout, dst: PageLayout) -> None:
     """Raise `LayoutError` (both sides in the message) unless pages of `src` can become pages of `dst`.
 
     Converted: order within the K|V family, page_tokens, BF16 -> e4m3 (uniform, or MLA -> fp8_ds_mla rows), and equal
-    formats as they are. Refused, never guessed: another number of layers or heads, another head_dim, FP8 -> BF16,
-    FP8 -> FP8 with another scale or rounding (a second rounding), K|V against latent.
+    formats as they are. Refused, never guessed: another number of regions, layers or heads, layers of other names,
+    another head_dim, FP8 -> BF16, FP8 -> FP8 with another scale or rounding (a second rounding), K|V against latent,
+    `bytes` in pages of another size.
     """
-    problems = _differing(src, dst, ("num_layers", "num_kv_heads", "head_dim"))
+    if len(src.further_regions) == len(dst.further_regions):
+        problems = [p for one, other in zip(src.regions, dst.regions, strict=True) for p in _problems(one, other)]
+    else:
+        problems = [f"{len(src.regions)} regions against {len(dst.regions)}"]
+    if problems:
+        raise LayoutError(
+            f"cannot convert pages: {'; '.join(problems)}. Source: {src.describe()}. Destination: {dst.describe()}"
+        )
+
+
+def _problems(src: PageLayout, dst: PageLayout) -> list[str]:
+    """Of a region."""
+    problems = _differing(src, dst, ("num_layers", "num_kv_heads", "head_dim", "layer_names"))
+    if PageOrder.BYTES in (src.order, dst.order):
+        return problems + _differing(src, dst, ("order", "page_tokens"))
     if src.order.is_latent != dst.order.is_latent:
         problems.append(f"order {src.order} against {dst.order}")
     elif src.dtype is PageDtype.E4M3:
@@ -246,10 +315,7 @@ def check_convertible(src: PageLayout, dst: PageLayout) -> None:
         else:
             second = _differing(src, dst, ("rounding", "k_scales", "v_scales"))
             problems += [f"{each}: a second rounding" for each in second]
-    if problems:
-        raise LayoutError(
-            f"cannot convert pages: {'; '.join(problems)}. Source: {src.describe()}. Destination: {dst.describe()}"
-        )
+    return problems
 
 
 def _differing(src: PageLayout, dst: PageLayout, names: tuple[str, ...]) -> list[str]:
@@ -264,9 +330,12 @@ def _member(kind: Any, name: str, value: object) -> Any:
         raise LayoutError(f"{name} is {value!r}, must be one of {', '.join(m.value for m in kind)}") from None
 
 
-def _canonical_scales(name: str, scales: object, num_layers: int) -> tuple[float, ...]:
-    if not isinstance(scales, tuple) or len(scales) not in (1, num_layers):
-        raise LayoutError(f"{name} is {scales!r}, must be a tuple of 1 or num_layers = {num_layers} numbers")
+def _canonical_scales(name: str, scales: object, num_layers: int, num_heads: int) -> tuple[float, ...]:
+    if not isinstance(scales, tuple) or len(scales) not in (1, num_layers, num_layers * num_heads):
+        raise LayoutError(
+            f"{name} is {scales!r}, must be a tuple of 1, num_layers = {num_layers} or num_layers x num_kv_heads = "
+            f"{num_layers * num_heads} numbers"
+        )
     out: list[float] = []
     for scale in scales:
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
@@ -275,13 +344,19 @@ def _canonical_scales(name: str, scales: object, num_layers: int) -> tuple[float
         if not 2.0**-120 <= scale <= 2.0**120:
             raise LayoutError(f"{name} holds {scale!r}, must be between 2^-120 and 2^120")
         out.append(struct.unpack("<f", struct.pack("<f", scale))[0])
-    return (out[0],) if len(set(out)) == 1 else tuple(out)
+    if len(set(out)) == 1:
+        return (out[0],)
+    if len(out) > num_layers and all(len(set(out[i : i + num_heads])) == 1 for i in range(0, len(out), num_heads)):
+        return tuple(out[::num_heads])
+    return tuple(out)
 
 
 def _check_order(layout: PageLayout) -> None:
     order, dtype = layout.order, layout.dtype
-    if dtype is PageDtype.BF16 and (layout.k_scales, layout.v_scales) != ((1.0,), (1.0,)):
-        raise LayoutError(f"k_scales {layout.k_scales}, v_scales {layout.v_scales}: BF16 pages have scale 1.0")
+    if (order is PageOrder.BYTES) != (dtype is PageDtype.UINT8):
+        raise LayoutError(f"dtype is {dtype} for order {order}: bytes are uint8, and nothing else is")
+    if dtype is not PageDtype.E4M3 and (layout.k_scales, layout.v_scales) != ((1.0,), (1.0,)):
+        raise LayoutError(f"k_scales {layout.k_scales}, v_scales {layout.v_scales}: {dtype} pages have scale 1.0")
     if order.is_latent:
         if layout.num_kv_heads != 1:
             raise LayoutError(f"num_kv_heads is {layout.num_kv_heads}, must be 1 for order {order}")
@@ -300,6 +375,17 @@ def _check_order(layout: PageLayout) -> None:
         if dtype is not PageDtype.E4M3 or layout.rounding is not Rounding.NEAREST_EVEN or layout.k_scales != (1.0,):
             raise LayoutError(
                 f"order {order} is float8_e4m3fn, nearest_even, scale 1.0 (its scales travel in the rows)"
+            )
+
+
+def _check_regions(layout: PageLayout) -> None:
+    if not isinstance(layout.layer_names, str) or len(layout.layer_names) > NAME_HASH_DIGITS:
+        raise LayoutError(f"layer_names is {layout.layer_names!r}, must be at most {NAME_HASH_DIGITS} hex digits")
+    for region in layout.further_regions:
+        if region.further_regions or region.page_tokens != layout.page_tokens:
+            raise LayoutError(
+                f"further_regions holds {region.describe()}, must be regions of {layout.page_tokens} tokens a page"
+                " without further ones"
             )
 
 

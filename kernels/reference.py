@@ -136,6 +136,14 @@ def open_pages(
 ) -> Tensor:
     """Write the pages whose digest is right, and only those. Returns bool [n]."""
     good = page_digests(wire_pages, wire, seeds) == digests
+    write_pages(wire_pages, wire, good, caches, dst, block_ids)
+    return good
+
+
+def write_pages(
+    wire_pages: Tensor, wire: PageLayout, good: Tensor, caches: Sequence[Tensor], dst: PageLayout, block_ids: Tensor
+) -> None:
+    """Write the pages that `good` (bool [n]) names."""
     size = wire.layer_page_bytes
     ids = block_ids.tolist()
     for page in good.nonzero().flatten().tolist():
@@ -144,7 +152,6 @@ def open_pages(
                 source = wire_pages[page, layer * size : (layer + 1) * size]
                 rows = _read_rows(source, wire, here, count)
                 _write_rows(cache[ids[index]], dst, there, rows)
-    return good
 
 
 def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tensor:
@@ -250,7 +257,9 @@ def _convert(rows: Tensor, src: PageLayout, wire: PageLayout, layer: int) -> Ten
         out = encode_ds_mla(values)
         assert out.shape[-1] == DS_MLA_ROW_BYTES
         return out
-    k = encode_e4m3(values if wire.order.is_latent else values[:, :, 0], wire.k_scale(layer), wire.rounding)
     if wire.order.is_latent:
-        return k
-    return torch.stack((k, encode_e4m3(values[:, :, 1], wire.v_scale(layer), wire.rounding)), dim=2)
+        return encode_e4m3(values, wire.k_scale(layer), wire.rounding)
+    heads = range(wire.num_kv_heads)
+    scales = [[wire.k_scale(layer, head), wire.v_scale(layer, head)] for head in heads]
+    by_head = torch.tensor(scales, dtype=torch.float32, device=rows.device)
+    return encode_e4m3(values, by_head[:, :, None], wire.rounding)

@@ -30,6 +30,9 @@ UNPACK_WORDS = 512
 OPEN_GROUP_BYTES = 24 << 20
 """Half of the L2 cache of an H100 or H200: what `open_pages` verifies before it scatters it."""
 
+_Places = tuple[Tensor, tuple[int, int, int]]
+"""Addresses int64 [layers], strides (block, head, token) in values."""
+
 INTERPRETED = not isinstance(pages.seal, triton.runtime.JITFunction)
 
 
@@ -43,16 +46,11 @@ def seal_pages(
 ) -> Tensor:
     device, n = caches[0].device, out.shape[0]
     _check_orders(src, wire)
-    if out.device != device:
-        # Host staging: the kernel writes device memory at its speed, one copy crosses the bus; then the digests wait.
-        made = torch.empty_like(out, device=device)
-        digests = seal_pages(caches, src, wire, block_ids, made, seeds)
-        out.copy_(made)
-        return digests.to(out.device)
     ids, salts, keys = block_ids.to(device), seeds.tensor().to(device), _keys(device)
     addresses, strides = _places(caches)
     sums = torch.zeros(n, dtype=torch.int64, device=device)
-    span = _span(wire.page_tokens, src.page_tokens)
+    src_tokens, wire_tokens = _tokens(src), _tokens(wire)
+    span = _span(wire_tokens, src_tokens)
     fits = (len(ids), caches[0].shape[0])
     if src.dtype is PageDtype.BF16 and wire.order is PageOrder.FP8_DS_MLA:
         tokens = n * wire.page_tokens
@@ -66,10 +64,11 @@ def seal_pages(
         kind = _type(src)
         pages.seal[_grid(wire, n)](
             addresses, ids, out, sums, k_scales, v_scales, salts, keys, *strides, *fits, out.stride(0),
-            wire.num_layers, src.page_tokens, wire.page_tokens, _row(wire), wire.order.is_latent, wire.layer_page_bytes,
-            kind, how, exact, _native(device), BLOCKS_PER_PROGRAM, enable_fp_fusion=False, num_warps=4,
+            wire.num_layers, src_tokens, wire_tokens, _row(wire), wire.order.is_latent, wire.layer_page_bytes,
+            kind, how, exact, _native(device), _scale_heads(wire), BLOCKS_PER_PROGRAM,
+            enable_fp_fusion=False, num_warps=4,
         )  # fmt: skip
-    pages.finish_seal[(n,)](sums, salts, ids, *fits, src.page_tokens, wire.page_tokens, span, num_warps=1)
+    pages.finish_seal[(n,)](sums, salts, ids, *fits, src_tokens, wire_tokens, span, num_warps=1)
     return sums
 
 
@@ -86,31 +85,43 @@ def open_pages(
     _check_orders(dst, wire)
     wire_pages = wire_pages.to(device, non_blocking=True)  # host staging: read over the bus once, not twice
     ids, salts, keys, wanted = block_ids.to(device), seeds.tensor().to(device), _keys(device), digests.to(device)
-    addresses, strides = _places(caches)
+    places = _places(caches)
     sums = torch.zeros(n, dtype=torch.int64, device=device)
     good = torch.empty(n, dtype=torch.int8, device=device)
-    kind = tl.uint8 if wire.dtype is PageDtype.E4M3 else tl.uint16
-    runs = -(-wire.layer_page_bytes * 8 // kind.primitive_bitwidth // SCATTER_VALUES)
+    dst_tokens, wire_tokens = _tokens(dst), _tokens(wire)
     # Groups begin where a wire page and a cache block begin together, so that a group has ids of its own.
     each = max(1, OPEN_GROUP_BYTES // wire.page_bytes)
-    if wire.page_tokens != dst.page_tokens:
+    if wire_tokens != dst_tokens:
         each = n
     for start in range(0, n, each):
         part = slice(start, min(start + each, n))
         here = wire_pages[part]
-        near = ids[part] if wire.page_tokens == dst.page_tokens else ids
-        count = here.shape[0]
+        near = ids[part] if wire_tokens == dst_tokens else ids
         _add_digests(here, wire, sums[part], salts[part], keys)
-        pages.judge[(count,)](
+        pages.judge[(here.shape[0],)](
             sums[part], salts[part], wanted[part], good[part], near, len(near), caches[0].shape[0],
-            dst.page_tokens, wire.page_tokens, _span(wire.page_tokens, dst.page_tokens), num_warps=1,
+            dst_tokens, wire_tokens, _span(wire_tokens, dst_tokens), num_warps=1,
         )  # fmt: skip
-        pages.scatter[(count * wire.num_layers * runs,)](
-            here, good[part], addresses, near, wire_pages.stride(0), *strides, len(near),
-            wire.num_layers, dst.page_tokens, wire.page_tokens, _row(wire), wire.order.is_latent,
-            wire.layer_page_bytes, kind, SCATTER_VALUES, num_warps=8,
-        )  # fmt: skip
+        _scatter(here, wire, good[part], places, dst, near)
     return good.to(torch.bool)
+
+
+def write_pages(
+    wire_pages: Tensor, wire: PageLayout, good: Tensor, caches: Sequence[Tensor], dst: PageLayout, block_ids: Tensor
+) -> None:
+    _check_orders(dst, wire)
+    _scatter(wire_pages, wire, good.to(torch.int8), _places(caches), dst, block_ids)
+
+
+def _scatter(wire_pages: Tensor, wire: PageLayout, good: Tensor, places: _Places, dst: PageLayout, ids: Tensor) -> None:
+    addresses, strides = places
+    kind = _type(wire)
+    runs = -(-wire.layer_page_bytes * 8 // kind.primitive_bitwidth // SCATTER_VALUES)
+    pages.scatter[(wire_pages.shape[0] * wire.num_layers * runs,)](
+        wire_pages, good, addresses, ids, wire_pages.stride(0), *strides, len(ids),
+        wire.num_layers, _tokens(dst), _tokens(wire), _row(wire), wire.order.is_latent,
+        wire.layer_page_bytes, kind, SCATTER_VALUES, num_warps=8,
+    )  # fmt: skip
 
 
 def page_digests(wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tensor:
@@ -204,13 +215,23 @@ def _row(wire: PageLayout) -> int:
     """Values of one token (and head) in a row."""
     if wire.order is PageOrder.FP8_DS_MLA:
         return DS_MLA_ROW_BYTES
+    if wire.order is PageOrder.BYTES:
+        return wire.layer_page_bytes
     return wire.head_dim if wire.order.is_latent else 2 * wire.head_dim
 
 
-def _type(src: PageLayout) -> tl.dtype:
-    if src.dtype is PageDtype.E4M3:
-        return tl.uint8
-    return tl.uint16
+def _tokens(layout: PageLayout) -> int:
+    """Rows of a page: a page of bytes is one long row, which is moved in whole words."""
+    return 1 if layout.order is PageOrder.BYTES else layout.page_tokens
+
+
+def _type(layout: PageLayout) -> tl.dtype:
+    return tl.uint8 if layout.dtype.num_bytes == 1 else tl.uint16
+
+
+def _scale_heads(wire: PageLayout) -> int:
+    """Heads that have scales of their own in each layer."""
+    return wire.num_kv_heads if wire.scales_by_head else 1
 
 
 def _check_orders(*layouts: PageLayout) -> None:
@@ -221,8 +242,8 @@ def _check_orders(*layouts: PageLayout) -> None:
             )
 
 
-def _places(caches: Sequence[Tensor]) -> tuple[Tensor, tuple[int, int, int]]:
-    """(addresses int64 [layers], strides (block, head, token) in values). All layers must agree on strides."""
+def _places(caches: Sequence[Tensor]) -> _Places:
+    """All layers must agree on strides."""
     strides = {cache.stride() for cache in caches}
     if len(strides) != 1:
         raise ValueError(f"caches have different strides: {sorted(strides)}")
@@ -251,9 +272,9 @@ def _native(device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def _codec(src_dtype: PageDtype, wire: PageLayout, device: torch.device) -> tuple[int, bool, Tensor, Tensor]:
-    """(HOW, EXACT, K scales, V scales float32 [layers], inverted where the kernel multiplies)."""
-    layers = range(wire.num_layers)
-    scales = torch.tensor([[wire.k_scale(i) for i in layers], [wire.v_scale(i) for i in layers]], dtype=torch.float32)
+    """(HOW, EXACT, K scales, V scales float32 [layers x heads with scales], inverted where the kernel multiplies)."""
+    each = [(layer, head) for layer in range(wire.num_layers) for head in range(_scale_heads(wire))]
+    scales = torch.tensor([[wire.k_scale(*i) for i in each], [wire.v_scale(*i) for i in each]], dtype=torch.float32)
     exact = bool((torch.frexp(scales).mantissa == 0.5).all())
     how = pages.NEAREST.value if wire.rounding is Rounding.NEAREST_EVEN else pages.TRUNCATE.value
     if src_dtype is wire.dtype:

@@ -115,10 +115,11 @@ def seal(
     stride_block, stride_head, stride_token, num_ids, num_blocks, out_stride, num_layers,
     SRC_TOKENS: tl.constexpr, WIRE_TOKENS: tl.constexpr, ROW: tl.constexpr, LATENT: tl.constexpr,
     LAYER_BYTES: tl.constexpr, SRC_TYPE: tl.constexpr, HOW: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr,
-    NB: tl.constexpr,
+    HEADS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Grid (pages x layers x groups of NB blocks). caches: int64 [layers] addresses; strides in elements; sums: int64
-    [pages], zero; keys: int32; ROW: values of one head and token (K then V), or of a latent row."""
+    [pages], zero; keys: int32; ROW: values of one head and token (K then V), or of a latent row; HEADS: those with
+    scales of their own in a layer."""
     PER: tl.constexpr = 4 if (HOW == COPY and SRC_TYPE.primitive_bitwidth == 16) else 8
     BLOCKS: tl.constexpr = (LAYER_BYTES + WORDS * 8 - 1) // (WORDS * 8)
     GROUPS: tl.constexpr = (BLOCKS + NB - 1) // NB
@@ -149,9 +150,13 @@ def seal(
     if HOW == COPY:
         parts = x.to(tl.uint32)
     else:
-        scale = tl.load(k_scales + layer)
+        if HEADS > 1:
+            mine = layer * HEADS + tl.minimum(head, HEADS - 1)
+        else:
+            mine = layer
+        scale = tl.load(k_scales + mine)
         if not LATENT:
-            scale = tl.where(column < ROW // 2, scale, tl.load(v_scales + layer))
+            scale = tl.where(column < ROW // 2, scale, tl.load(v_scales + mine))
         parts = encode(x, scale, HOW, EXACT, NATIVE)
         parts = tl.where(ok, parts, 0)
     low, high = assemble(parts, PER)

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 
 from actors import logs
 from actors.engine import vllm_patches
@@ -215,13 +215,18 @@ class FerryConnector(KVConnectorBase_V1):
             self.worker.close()
 
 
+def _has_window(spec: Any) -> bool:
+    return getattr(spec, "sliding_window", None) is not None
+
+
 def _refuse_unchecked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises for engines whose block tables the check does not understand: better none than one that sees nothing."""
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    specs = iter_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
     parallel = vllm_config.parallel_config
     problem = ""
-    if not isinstance(spec, FullAttentionSpec) or getattr(spec, "sliding_window", None) is not None:
-        problem = f"attention of kind {type(spec).__name__} gives pages up while a request still has them in its table"
+    kinds = {type(s).__name__ for s in specs if not isinstance(s, FullAttentionSpec) or _has_window(s)}
+    if kinds:
+        problem = f"attention of kind {', '.join(kinds)} gives pages up while a request still has them in its table"
     elif parallel.decode_context_parallel_size > 1:
         problem = f"decode_context_parallel_size {parallel.decode_context_parallel_size} spreads a page over ranks"
     elif parallel.enable_dbo:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, Rounding
+from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, Rounding, name_hash
 
 _DTYPES = {
     torch.bfloat16: PageDtype.BF16,
@@ -23,24 +24,39 @@ _LATENT_BACKENDS = (
     "CPU_MLA",
     "CUTLASS_MLA",
     "FLASHINFER_MLA",
+    "FLASHINFER_MLA_SPARSE",
+    "FLASHINFER_MLA_SPARSE_SM90",
     "FLASHMLA",
     "FLASHMLA_SPARSE",
     "FLASH_ATTN_MLA",
+    "FLASH_ATTN_MLA_SPARSE",
+    "TOKENSPEED_MLA",
     "TRITON_MLA",
 )
+# Keys of sparse attention's indexer, in a cache of their own beside the latent rows.
+_INDEX_BACKENDS = ("DEEPSEEK_V32_INDEXER",)
 
 
-def in_order(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By layer number, whatever order an engine registers them in: the wire form lists layers in this order. A layer
-    that shares another's cache is left out, since its pages would be moved twice."""
+def in_order(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """In the order of the wire form: attention, then index keys, each by layer number, whatever order an engine has
+    them in. A layer that shares another's cache is left out, since its pages would be moved twice."""
     seen: set[int] = set()
     ordered = {}
-    for name in sorted(kv_caches, key=_layer_number):
+    for name in sorted(kv_caches, key=lambda name: (_keeps_index_keys(layers[name]), _layer_number(name))):
         cache = kv_caches[name]
         if cache.data_ptr() not in seen:
             seen.add(cache.data_ptr())
             ordered[name] = cache
     return ordered
+
+
+def _keeps_index_keys(layer: Any) -> bool:
+    return _backend(layer) in _INDEX_BACKENDS
+
+
+def _backend(layer: Any) -> str:
+    name: str = layer.get_attn_backend().get_name()
+    return name
 
 
 def _layer_number(name: str) -> list[int]:
@@ -68,13 +84,20 @@ def refuse_unlike(layout: PageLayout, block_size: int, kv_dtype: str) -> None:
 def describe(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], cache_dtype: str) -> PageLayout:
     """The layout of an engine's cache.
 
-    `kv_caches`: layer name -> cache tensor, as vLLM registers them with a connector; `layers`: the attention layers by
-    the same names; `cache_dtype`: `cache_config.cache_dtype`. Raises `LayoutError` for a cache it does not know.
+    `kv_caches`: layer name -> cache tensor, of `in_order`; `layers`: the layers by the same names; `cache_dtype`:
+    `cache_config.cache_dtype`. Raises `LayoutError` for a cache it does not know.
     """
-    if not kv_caches:
+    attention = {name: cache for name, cache in kv_caches.items() if not _keeps_index_keys(layers[name])}
+    index = {name: cache for name, cache in kv_caches.items() if name not in attention}
+    if not attention:
         raise LayoutError(
             "this engine has no attention KV cache; only models with attention pages can be served in two pools"
         )
+    layout = _attention(attention, layers, cache_dtype)
+    return replace(layout, further_regions=(_index_keys(index),)) if index else layout
+
+
+def _alike(kv_caches: Mapping[str, torch.Tensor]) -> tuple[tuple[int, ...], torch.dtype]:
     shapes = {tuple(cache.shape) for cache in kv_caches.values()}
     dtypes = {cache.dtype for cache in kv_caches.values()}
     if len(shapes) != 1 or len(dtypes) != 1:
@@ -82,9 +105,29 @@ def describe(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], c
             f"layers with different caches (shapes {sorted(shapes)}, dtypes {sorted(map(str, dtypes))}) are not "
             "supported: hybrid models (sliding window, Mamba) have no page codec yet"
         )
-    shape, dtype = shapes.pop(), dtypes.pop()
+    return shapes.pop(), dtypes.pop()
+
+
+def _index_keys(kv_caches: Mapping[str, torch.Tensor]) -> PageLayout:
+    """Keys of sparse attention's indexer: quantised alike in both pools, so their bytes are moved as they are."""
+    shape, dtype = _alike(kv_caches)
+    if dtype is not torch.uint8:
+        raise LayoutError(f"index keys of dtype {dtype} have no codec; they are moved as bytes (uint8)")
+    return PageLayout(
+        num_layers=len(kv_caches),
+        page_tokens=shape[-2],
+        num_kv_heads=1,
+        head_dim=shape[-1],
+        dtype=PageDtype.UINT8,
+        order=PageOrder.BYTES,
+        layer_names=name_hash(kv_caches),
+    )
+
+
+def _attention(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], cache_dtype: str) -> PageLayout:
+    shape, dtype = _alike(kv_caches)
     first = layers[next(iter(kv_caches))]
-    backend = first.attn_backend.get_name()
+    backend = _backend(first)
     if dtype not in _DTYPES:
         raise LayoutError(
             f"KV cache dtype {dtype} (cache_dtype {cache_dtype!r}) has no codec; use bfloat16 or fp8_e4m3"
@@ -93,41 +136,40 @@ def describe(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], c
     if page_dtype is PageDtype.E4M3 and cache_dtype not in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
         raise LayoutError(f"kv_cache_dtype {cache_dtype!r} has no codec; use fp8_e4m3")
     order = _order(backend, shape, cache_dtype, first)
-    fp8 = page_dtype is PageDtype.E4M3
-    for name in kv_caches:
-        if fp8 and (heads := max(layers[name]._k_scale.numel(), layers[name]._v_scale.numel())) > 1:
-            raise LayoutError(
-                f"{name} has {heads} KV scales, one a head; pages have one scale a layer for K and one for V: use a "
-                "checkpoint with per-tensor KV scales, or none"
-            )
-    scaled = fp8 and order is not PageOrder.FP8_DS_MLA
-    k_scales = tuple(float(layers[name]._k_scale_float) for name in kv_caches) if scaled else (1.0,)
-    v_scales = tuple(float(layers[name]._v_scale_float) for name in kv_caches) if scaled else (1.0,)
-    latent = order.is_latent
+    fp8, latent = page_dtype is PageDtype.E4M3, order.is_latent
     if latent and len(shape) == 4:
         shape = (shape[0], *shape[2:])
+    heads = 1 if latent else shape[1]
+    scaled = fp8 and order is not PageOrder.FP8_DS_MLA
     return PageLayout(
         num_layers=len(kv_caches),
         page_tokens=shape[1] if latent else shape[2],
-        num_kv_heads=1 if latent else shape[1],
+        num_kv_heads=heads,
         head_dim=(576 if order is PageOrder.FP8_DS_MLA else shape[2]) if latent else shape[3] // 2,
         dtype=page_dtype,
         order=order,
         # The CPU writer truncates, the GPU writers round to nearest even.
         rounding=Rounding.TRUNCATE if fp8 and backend == "CPU_ATTN" else Rounding.NEAREST_EVEN,
-        k_scales=k_scales,
-        v_scales=(1.0,) if latent else v_scales,
+        k_scales=_scales(kv_caches, layers, "k", heads) if scaled else (1.0,),
+        v_scales=_scales(kv_caches, layers, "v", heads) if scaled and not latent else (1.0,),
+        layer_names=name_hash(kv_caches),
     )
 
 
-def write_pages(
-    wire_pages: torch.Tensor, layout: PageLayout, caches: Sequence[torch.Tensor], block_ids: Sequence[int]
-) -> None:
-    """Wire pages of the cache's own layout into its blocks, unverified. uint8 [n, page_bytes]; any cache strides."""
-    size, ids = layout.layer_page_bytes, torch.tensor(block_ids, device=caches[0].device)
-    for layer, cache in enumerate(caches):
-        part = wire_pages[:, layer * size : (layer + 1) * size].contiguous().to(cache.device)
-        cache[ids] = part.view(cache.dtype).view(len(block_ids), *cache.shape[1:])
+def _scales(names: Iterable[str], layers: Mapping[str, Any], which: str, heads: int) -> tuple[float, ...]:
+    """One a layer, or one a layer and head where a layer has so many."""
+    by_layer = []
+    for name in names:
+        scale = getattr(layers[name], f"_{which}_scale")
+        if scale.numel() == 1:
+            by_layer.append([float(getattr(layers[name], f"_{which}_scale_float"))])
+        elif scale.numel() == heads:
+            by_layer.append([float(each) for each in scale.flatten().tolist()])
+        else:
+            raise LayoutError(f"{name} has {scale.numel()} {which.upper()} scales for {heads} heads; one or one a head")
+    if all(len(scales) == 1 for scales in by_layer):
+        return tuple(scales[0] for scales in by_layer)
+    return tuple(each for scales in by_layer for each in (scales * heads if len(scales) == 1 else scales))
 
 
 def pages_of(cache: torch.Tensor, layout: PageLayout) -> torch.Tensor:

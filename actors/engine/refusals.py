@@ -20,21 +20,24 @@ def refuse_unmovable(config: Any, pool: PoolSpec, name: str) -> None:
     """
     model, text = config.model_config, config.model_config.hf_text_config
     where = f"pools.{name}: {model.model}"
-    if getattr(text, "index_topk", None):
-        raise ConfigError(
-            f"{where}: index_topk {text.index_topk}: sparse attention keeps index keys in a second cache, and pages of "
-            "two caches have no codec; serve this model with vLLM alone"
-        )
+    for field in ("compress_ratios", "index_kpool"):
+        if value := getattr(text, field, None):
+            raise ConfigError(
+                f"{where}: {field} {value}: compressed states beside the pages have no codec; serve this model with "
+                "vLLM alone"
+            )
     if model.is_attention_free or model.is_hybrid:
         raise ConfigError(
             f"{where}: layers without attention pages (Mamba, linear attention) have no codec; serve this model with "
             "vLLM alone"
         )
     scheme = _kv_cache_scheme(model.hf_config)
-    if pool.kv_dtype == "fp8_e4m3" and scheme.get("strategy", "tensor") != "tensor":
+    by_head = scheme.get("strategy", "tensor") != "tensor"
+    if pool.kv_dtype == "fp8_e4m3" and by_head and pool.tensor_parallel > 1:
         raise ConfigError(
-            f"{where}: kv_cache_scheme.strategy {scheme['strategy']!r} gives one KV scale a head; pages have one a "
-            "layer for K and one for V: use a checkpoint with per-tensor KV scales, or none"
+            f"{where}: kv_cache_scheme.strategy {scheme['strategy']!r} gives one KV scale a head, and each of "
+            f"tensor_parallel {pool.tensor_parallel} ranks others; pages of all ranks have one layout: set "
+            "tensor_parallel: 1, or use a checkpoint with per-tensor KV scales, or none"
         )
     _refuse_own_dtype(model, pool, where)
     _refuse_split_blocks(config, pool, name)
@@ -69,10 +72,14 @@ def _refuse_split_blocks(config: Any, pool: PoolSpec, name: str) -> None:
     try:
         with set_current_vllm_config(config, check_compile=False):
             backend = get_attn_backend(
-                model.get_head_size(), model.dtype, config.cache_config.cache_dtype, use_mla=model.use_mla
+                model.get_head_size(),
+                model.dtype,
+                config.cache_config.cache_dtype,
+                use_mla=model.use_mla,
+                use_sparse=bool(getattr(model.hf_text_config, "index_topk", None)),
             )
         kernel = select_common_block_size(pool.block_tokens, [backend])
-    except ValueError:
+    except (ValueError, NotImplementedError):
         return
     if kernel != pool.block_tokens:
         raise ConfigError(

@@ -86,12 +86,15 @@ class FerryConnectorWorker:
         kv_scales: tuple[float, float],
     ) -> None:
         """The engine's cache, before its first request. Raises `LayoutError` for one without a codec."""
-        kv_caches = layouts.in_order(kv_caches)
+        kv_caches = layouts.in_order(kv_caches, layers)
         if kv_scales != (1.0, 1.0):
             for name in kv_caches:
-                vllm_patches.set_kv_scales(layers[name], *kv_scales)
+                if hasattr(layers[name], "_k_scale"):  # index keys carry their own
+                    vllm_patches.set_kv_scales(layers[name], *kv_scales)
         self.layout = layouts.describe(kv_caches, layers, cache_dtype)
-        self.backend = layers[next(iter(kv_caches))].attn_backend.get_name()
+        if self.layout.scales_by_head and self.world > 1:
+            raise LayoutError(f"KV scales by head with {self.world} ranks: pages of all ranks have rank 0's layout")
+        self.backend = layers[next(iter(kv_caches))].get_attn_backend().get_name()
         self._caches = PageCaches([layouts.pages_of(cache, self.layout) for cache in kv_caches.values()], self.layout)
         if self._caches[0].device.type == "cpu":
             dispatch.set_threads(min(torch.get_num_threads(), os.cpu_count() or 1))  # those of the engine
@@ -294,10 +297,10 @@ class FerryConnectorWorker:
         layout, device = self.layout, self._caches[0].device
         assert layout is not None
         if device.type == "cpu":
-            layouts.write_pages(pages, layout, self._caches, block_ids)
+            dispatch.write_pages(pages, layout, self._caches, layout, block_ids)
             return
         with torch.cuda.stream(self._side_stream(device)):
-            layouts.write_pages(pages.to(device), layout, self._caches, block_ids)
+            dispatch.write_pages(pages, layout, self._caches, layout, block_ids)
             torch.cuda.current_stream(device).synchronize()
 
     def _side_stream(self, device: torch.device) -> Any:

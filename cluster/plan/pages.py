@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.plan.facts import PlanError
+from cluster.plan.formats import index_row_bytes
 from cluster.plan.memory import PoolPlan
 from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, Rounding, check_convertible
 
@@ -11,7 +12,7 @@ def page_layout(plan: PoolPlan) -> PageLayout:
     """The layout of one tensor-parallel rank's KV pages over all layers, scales 1.
 
     K and V are `cpu_vec` on a CPU (on one with AMX the engine says `cpu_amx`: as many bytes) and `kv_packed` on a GPU.
-    Index keys of sparse attention are a cache of their own beside it and not part of the page.
+    Index keys of sparse attention are a region of their own.
     """
     arch, s = plan.arch, plan.settings
     dtype = PageDtype.BF16 if s.kv == "bf16" else PageDtype.E4M3
@@ -21,6 +22,20 @@ def page_layout(plan: PoolPlan) -> PageLayout:
     else:
         order = PageOrder.CPU_VEC if s.gpu.is_cpu else PageOrder.KV_PACKED
         heads, width = max(1, arch.kv_heads // s.parallel.tp), arch.head_dim
+    index = (
+        ()
+        if arch.dsa is None
+        else (
+            PageLayout(
+                num_layers=len(arch.dsa.layers),
+                page_tokens=s.block_tokens,
+                num_kv_heads=1,
+                head_dim=index_row_bytes(arch),
+                dtype=PageDtype.UINT8,
+                order=PageOrder.BYTES,
+            ),
+        )
+    )
     return PageLayout(
         num_layers=arch.layers,
         page_tokens=s.block_tokens,
@@ -29,6 +44,7 @@ def page_layout(plan: PoolPlan) -> PageLayout:
         dtype=dtype,
         order=order,
         rounding=Rounding.TRUNCATE if s.gpu.is_cpu and not arch.mla else Rounding.NEAREST_EVEN,
+        further_regions=index,
     )
 
 

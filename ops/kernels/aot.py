@@ -52,6 +52,7 @@ def _kv(page_tokens: int, heads: int, dim: int) -> PageLayout:
 
 _MLA = PageLayout(1, 64, 1, 576, PageDtype.BF16, PageOrder.MLA)
 _DS_MLA = PageLayout(1, 64, 1, 576, PageDtype.E4M3, PageOrder.FP8_DS_MLA)
+_INDEX_KEYS = PageLayout(1, 64, 1, 132, PageDtype.UINT8, PageOrder.BYTES)
 _E4M3 = PageDtype.E4M3
 
 SHAPES: dict[str, PageLayout] = {
@@ -99,6 +100,9 @@ def _page_configs(backend: Any) -> Iterator[Config]:
             ("nearest-integer", src, fp8, src.page_tokens, False),
             ("truncate", src, truncated, src.page_tokens, False),
         ]
+        if src.num_kv_heads > 1:
+            by_head = tuple(0.1 * (head + 1) for head in range(src.num_kv_heads))
+            pairs.append(("nearest-by-head", src, src.with_dtype(_E4M3, k_scales=by_head), src.page_tokens, True))
         for how, source, wire, src_tokens, native in pairs:
             yield _seal(backend, f"{shape}-{how}", source, wire, src_tokens, native)
         for dtype, wire in (("bf16", src), ("e4m3", fp8)):
@@ -106,9 +110,10 @@ def _page_configs(backend: Any) -> Iterator[Config]:
             yield _scatter(backend, f"{shape}-{dtype}", wire, wire.page_tokens)
         yield _scatter(backend, f"{shape}-e4m3-repage", fp8, 2 * fp8.page_tokens)
         yield from _small(backend, shape, src.page_tokens)
-    yield _seal(backend, "ds-mla-copy", _DS_MLA, _DS_MLA, _DS_MLA.page_tokens, True)
-    yield _digest(backend, "ds-mla", _DS_MLA)
-    yield _scatter(backend, "ds-mla", _DS_MLA, _DS_MLA.page_tokens)
+    for name, copied in (("ds-mla", _DS_MLA), ("index-keys", _INDEX_KEYS)):
+        yield _seal(backend, f"{name}-copy", copied, copied, backend._tokens(copied), True)
+        yield _digest(backend, name, copied)
+        yield _scatter(backend, name, copied, backend._tokens(copied))
     for native in (True, False):
         yield Config(
             "seal_ds_mla",
@@ -130,9 +135,10 @@ def _seal(backend: Any, name: str, src: PageLayout, wire: PageLayout, src_tokens
         "num_ids": "i32", "num_blocks": "i32", "out_stride": "i32", "num_layers": "i32",
     }  # fmt: skip
     constants = {
-        "SRC_TOKENS": src_tokens, "WIRE_TOKENS": wire.page_tokens, "ROW": backend._row(wire),
+        "SRC_TOKENS": src_tokens, "WIRE_TOKENS": backend._tokens(wire), "ROW": backend._row(wire),
         "LATENT": wire.order.is_latent, "LAYER_BYTES": wire.layer_page_bytes, "SRC_TYPE": backend._type(src),
-        "HOW": how, "EXACT": exact, "NATIVE": native, "NB": backend.BLOCKS_PER_PROGRAM,
+        "HOW": how, "EXACT": exact, "NATIVE": native, "HEADS": backend._scale_heads(wire),
+        "NB": backend.BLOCKS_PER_PROGRAM,
     }  # fmt: skip
     return Config("seal", name, types, constants, 4)
 
@@ -149,7 +155,7 @@ def _scatter(backend: Any, name: str, wire: PageLayout, cache_tokens: int) -> Co
         "stride_head": "i32", "stride_token": "i32", "num_ids": "i32", "num_layers": "i32",
     }  # fmt: skip
     constants = {
-        "CACHE_TOKENS": cache_tokens, "WIRE_TOKENS": wire.page_tokens, "ROW": backend._row(wire),
+        "CACHE_TOKENS": cache_tokens, "WIRE_TOKENS": backend._tokens(wire), "ROW": backend._row(wire),
         "LATENT": wire.order.is_latent, "LAYER_BYTES": wire.layer_page_bytes, "TYPE": backend._type(wire),
         "BLOCK": backend.SCATTER_VALUES,
     }  # fmt: skip

@@ -34,7 +34,10 @@ class Bench:
 
 
 def random_caches(layout: PageLayout, blocks: int, seed: int, device: torch.device) -> list[Tensor]:
-    """Any bit pattern, NaN and infinities included."""
+    """Any bit pattern, NaN and infinities included; the layers of all regions."""
+    if layout.further_regions:
+        regions = enumerate(layout.regions)
+        return [each for i, region in regions for each in random_caches(region, blocks, seed + 100 * i, device)]
     generator = torch.Generator().manual_seed(seed)
     shape = layout.cache_shape(blocks)
     if layout.dtype is BF16:
@@ -144,6 +147,21 @@ def check_mla(bench: Bench) -> None:
     round_trip(bench, rows, rows, rows, [4, 0], 2, [7, 2])
     wide = replace(rows, page_tokens=4 * tokens)
     round_trip(bench, mla, wide, wide, [4, 0, 1], 1, [7])
+
+
+def check_regions(bench: Bench) -> None:
+    """Latent rows that are converted, with index keys that are copied, in the FP8 forms of both kinds of GPU; scales
+    by head."""
+    layers, tokens = (2, 4) if bench.small else (3, 64)
+    index = PageLayout(1, tokens, 1, 132, PageDtype.UINT8, PageOrder.BYTES)
+    mla = PageLayout(layers, tokens, 1, 576, BF16, PageOrder.MLA, further_regions=(index,))
+    rows = replace(mla, dtype=E4M3, order=PageOrder.FP8_DS_MLA)
+    for wire in (mla, mla.with_dtype(E4M3), rows):
+        round_trip(bench, mla, wire, wire, [4, 0], 2, [7, 2])
+    round_trip(bench, rows, rows, rows, [4, 0], 2, [7, 2])
+    kv = PageLayout(2, 16, 3, 32, BF16, PageOrder.KV_PACKED)
+    by_head = kv.with_dtype(E4M3, k_scales=(0.05, 2.0, 1.0, 0.3, 0.7, 4.0), v_scales=(0.5,))
+    round_trip(bench, kv, by_head, by_head, [4, 0, 8], 3, [7, 2, 5])
 
 
 def check_strides(bench: Bench) -> None:

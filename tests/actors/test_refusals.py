@@ -6,28 +6,16 @@ same, by field, value and way out.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_config import config_of
 
 from actors.engine.config import ConfigError
 from actors.engine.refusals import refuse_unmovable
 from cluster.spec import PoolSpec
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "torch_dtype": "bfloat16",
-}
 BY_HEAD = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -36,40 +24,29 @@ BY_HEAD = {
 }
 
 
-def config_of(folder: Path, pool: PoolSpec, **fields: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    (folder / "config.json").write_text(json.dumps(LLAMA | fields))
-    return EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=128,
-        block_size=pool.block_tokens,
-        kv_cache_dtype="auto" if pool.kv_dtype == "bfloat16" else "fp8_e4m3",
-        enforce_eager=True,
-    ).create_engine_config()
-
-
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
 def test_a_model_with_attention_pages_is_accepted(tmp_path: Path, kv_dtype: Any) -> None:
     pool = PoolSpec(kv_dtype=kv_dtype)
     refuse_unmovable(config_of(tmp_path, pool), pool, "decode")
 
 
-def test_index_keys_of_sparse_attention_are_refused(tmp_path: Path) -> None:
+def test_compressed_states_are_refused(tmp_path: Path) -> None:
+    """Index keys of sparse attention (`index_topk`) are pages; what is pooled over tokens is not."""
     pool = PoolSpec()
-    config = config_of(tmp_path, pool, index_topk=64)
-    with pytest.raises(ConfigError, match=r"pools\.prefill: .*index_topk 64: sparse attention keeps index keys"):
+    refuse_unmovable(config_of(tmp_path, pool, index_topk=64), pool, "prefill")
+    config = config_of(tmp_path, pool, index_topk=64, index_kpool=4)
+    with pytest.raises(ConfigError, match=r"pools\.prefill: .*index_kpool 4: compressed states"):
         refuse_unmovable(config, pool, "prefill")
 
 
-def test_scales_by_head_are_refused_where_pages_are_scaled(tmp_path: Path) -> None:
+def test_scales_by_head_are_refused_where_ranks_have_others(tmp_path: Path) -> None:
     pool = PoolSpec(kv_dtype="fp8_e4m3")
     config = config_of(tmp_path, pool)
     config.model_config.hf_config.quantization_config = BY_HEAD
-    with pytest.raises(ConfigError, match=r"kv_cache_scheme\.strategy 'attn_head' gives one KV scale a head"):
-        refuse_unmovable(config, pool, "decode")
+    refuse_unmovable(config, pool, "decode")
+    ranks = PoolSpec(kv_dtype="fp8_e4m3", tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"kv_cache_scheme\.strategy 'attn_head' .*set tensor_parallel: 1"):
+        refuse_unmovable(config, ranks, "decode")
 
 
 def test_a_cache_format_that_the_checkpoint_brings_along_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from cluster.plan.architecture import architecture
 from cluster.plan.facts import PlanError, gpu, model_config
-from cluster.plan.formats import index_row_bytes, kv_format, weight_format
+from cluster.plan.formats import kv_format, weight_format
 from cluster.plan.memory import PoolPlan, PoolSettings, plan_pool
 from cluster.plan.pages import check_pair, page_layout
 from cluster.plan.sharding import Parallel
@@ -46,10 +46,7 @@ def pool(model: str, kv: str, tp: int = 1, device: str = "H200", layers: int | N
 @pytest.mark.parametrize(("model", "kv", "tp", "order"), FAMILIES)
 def test_planned_bytes_are_the_layouts(model: str, kv: str, tp: int, order: PageOrder) -> None:
     for plan in (pool(model, "bf16", tp), pool(model, kv, tp)):
-        layout = page_layout(plan)
-        owners = len(plan.arch.dsa.layers) if plan.arch.dsa else 0
-        index_keys = owners * index_row_bytes(plan.arch) * plan.settings.block_tokens
-        assert layout.page_bytes + index_keys == plan.page_bytes
+        assert page_layout(plan).page_bytes == plan.page_bytes
     assert page_layout(pool(model, kv, tp)).order is order
     assert page_layout(pool(model, kv, tp)).dtype is PageDtype.E4M3
 
@@ -60,11 +57,15 @@ def test_pages_of_the_family_are_sealed_moved_and_opened(model: str, kv: str, tp
     wire = page_layout(pool(model, kv, tp, layers=LAYERS))
     torch.manual_seed(0)
     held = [torch.randn(source.cache_shape(BLOCKS)).to(torch.bfloat16) for _ in range(LAYERS)]
+    keys = [index_keys(region) for region in source.further_regions for _ in range(region.num_layers)]
     out = torch.zeros(3, wire.page_bytes, dtype=torch.uint8)
-    digests = seal_pages(held, source, wire, [4, 0, 2], out, BINDING, 0)
+    digests = seal_pages(held + keys, source, wire, [4, 0, 2], out, BINDING, 0)
     caches = [torch.zeros(wire.cache_shape(BLOCKS), dtype=torch.uint8) for _ in range(LAYERS)]
+    caches += [torch.zeros_like(each) for each in keys]
     assert open_pages(out, wire, digests, caches, wire, [1, 3, 0], BINDING, 0).all()
-    for before, after in zip(held, caches):
+    for before, after in zip(keys, caches[LAYERS:], strict=True):
+        assert torch.equal(after[[1, 3, 0]], before[[4, 0, 2]]) and not after[[2, 4]].any()
+    for before, after in zip(held, caches[:LAYERS], strict=True):
         rows = readable(after, wire)[[1, 3, 0]]
         wanted = before[[4, 0, 2]].float()
         # e4m3 keeps 3 mantissa bits, and ds_mla scales tiles of 128 first: within a sixteenth of the row's largest.
@@ -73,6 +74,10 @@ def test_pages_of_the_family_are_sealed_moved_and_opened(model: str, kv: str, tp
     out[1, wire.page_bytes // 2] ^= 1
     again = open_pages(out, wire, digests, caches, wire, [1, 3, 0], BINDING, 0)
     assert again.tolist() == [True, False, True]
+
+
+def index_keys(region: PageLayout) -> torch.Tensor:
+    return torch.randint(1, 256, region.cache_shape(BLOCKS)).to(torch.uint8)
 
 
 def readable(cache: torch.Tensor, layout: PageLayout) -> torch.Tensor:

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import uuid
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +14,9 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
+from worker_pair import EngineCache, WorkerPair
 
-from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
-from actors.engine.orders import OpenParams, SealParams
-from actors.engine.worker_half import FerryConnectorWorker
-from actors.messages import HandOver, Lease, Role, Sealed, Verdict
-from actors.transfer.actor import KVTransfer
-from ops.engine_pair import FakeController, LocalHandle
+from actors.messages import Role, Sealed, Verdict
 
 current_platform.import_kernels()
 
@@ -39,7 +33,7 @@ class Backend:
 def attention_layer() -> Any:
     """The attributes of a vLLM attention layer that say how its cache is written."""
     return SimpleNamespace(
-        attn_backend=Backend,
+        get_attn_backend=lambda: Backend,
         isa="vec",
         _k_scale=torch.tensor(1.0),
         _v_scale=torch.tensor(1.0),
@@ -56,67 +50,17 @@ def write(
     ops.cpu_attn_reshape_and_cache(k, v, key, value, slots, "vec", k_scale=ks, v_scale=vs, kv_cache_dtype=kv)
 
 
-class Bench:
-    """Two worker halves and a real transfer actor's code between them."""
+def bench_of(scales: tuple[float, float]) -> WorkerPair:
+    shape = (BLOCKS, HEADS, BLOCK, 2 * HEAD_DIM)
+    names = [f"layer{i}" for i in range(LAYERS)]
+    source = {name: torch.zeros(shape, dtype=torch.bfloat16) for name in names}
+    target = {name: torch.full(shape, POISON, dtype=torch.uint8) for name in names}
+    layers = {name: attention_layer() for name in names}, {name: attention_layer() for name in names}
+    return WorkerPair(EngineCache(source, layers[0], "auto"), EngineCache(target, layers[1], "fp8_e4m3", scales))
 
-    def __init__(self, scales: tuple[float, float]) -> None:
-        self.controller = FakeController()
-        self.transfer = KVTransfer(uuid.uuid4().hex, 8 << 20, 30.0, "")
-        self.transfer._controller = LocalHandle(self.controller)
-        self.scales = scales
-        shape = (BLOCKS, HEADS, BLOCK, 2 * HEAD_DIM)
-        self.source = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
-        self.target = [torch.full(shape, POISON, dtype=torch.uint8) for _ in range(LAYERS)]
 
-    async def __aenter__(self) -> Bench:
-        path = (await self.transfer.start())["socket"]
-        self.prefill = await asyncio.to_thread(FerryConnectorWorker, "p", Role.PREFILL, 0, 1, path)
-        self.decode = await asyncio.to_thread(FerryConnectorWorker, "d", Role.DECODE, 0, 1, path)
-        names = [f"layer{i}" for i in range(LAYERS)]
-        layers = {name: attention_layer() for name in names}
-        self.prefill.register(dict(zip(names, self.source)), layers, "auto", (1.0, 1.0))
-        layers = {name: attention_layer() for name in names}
-        self.decode.register(dict(zip(names, self.target)), layers, "fp8_e4m3", self.scales)
-        assert self.decode.layout is not None and self.decode.layout.k_scales == pytest.approx((self.scales[0],))
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.prefill.close()
-        self.decode.close()
-        await self.transfer.close()
-
-    async def seal(self, ticket: int, num_tokens: int, block_ids: list[int], chunk_pages: int) -> Sealed:
-        layout = self.decode.layout
-        assert layout is not None
-        num_bytes = len(block_ids) * layout.page_bytes
-        lease = await self.transfer.lease(ticket, 1, num_bytes, ["p#0"], 30.0)
-        assert isinstance(lease, Lease)
-        order = SealParams(
-            ticket_id=ticket, attempt=1, num_tokens=num_tokens, wire_layout=layout.to_dict(), lease=lease
-        )
-        for first in range(0, len(block_ids), chunk_pages):
-            ids = block_ids[first : first + chunk_pages]
-            job = SealJob(order, ids, first, last=first + len(ids) == len(block_ids))
-            await asyncio.to_thread(self.prefill.seal, FerryMetadata(seals=[job]))
-        return await asyncio.wait_for(self.controller.seal_of((ticket, 1)), 5)
-
-    async def open(self, sealed: Sealed, block_ids: list[int]) -> dict[Verdict, int]:
-        seal = sealed.seal
-        hand_over = HandOver(
-            ticket_id=seal.ticket_id, attempt=seal.attempt, seal=seal, lease=sealed.lease, deadline_s=5.0
-        )
-        assert isinstance(await self.transfer.begin_read(hand_over, ["d#0"]), Lease)
-        job = OpenJob("r", OpenParams(hand_over=hand_over), block_ids, 0, seal.num_tokens)
-        self.decode.start_opening(FerryMetadata(opens=[job]))
-        for _ in range(500):
-            if self.decode.landed(empty_step=True)[0]:
-                break
-            await asyncio.sleep(0.005)
-        for _ in range(500):
-            if (key := (seal.ticket_id, seal.attempt)) in self.controller.opened:
-                return dict(self.controller.opened[key].verdicts)
-            await asyncio.sleep(0.005)
-        raise AssertionError("opening was never reported")
+def held(bench: WorkerPair, role: Role) -> list[torch.Tensor]:
+    return list(bench.caches[role].caches.values())
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.013), (3.0, 0.7)])
@@ -127,44 +71,48 @@ async def test_pages_are_what_decode_would_have_written(num_tokens: int, scales:
     source_ids = torch.randperm(BLOCKS, generator=generator)[:num_pages].tolist()
     target_ids = torch.randperm(BLOCKS, generator=generator)[:num_pages].tolist()
     expected = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.uint8) for _ in range(LAYERS)]
-    async with Bench(scales) as bench:
+    async with bench_of(scales) as bench:
+        assert bench.decode.layout is not None and bench.decode.layout.k_scales == pytest.approx((scales[0],))
         for layer in range(LAYERS):
             k, v = (torch.randn(num_tokens, HEADS, HEAD_DIM, generator=generator) * 4 for _ in range(2))
             k[0, 0, :4] = torch.tensor([1e4, -1e4, 0.0, 2.0**-12])
             k, v = k.bfloat16(), v.bfloat16()
             positions = torch.arange(num_tokens)
-            for cache, ids, kv in ((bench.source[layer], source_ids, "auto"), (expected[layer], target_ids, "fp8")):
+            for cache, ids, kv in (
+                (held(bench, Role.PREFILL)[layer], source_ids, "auto"),
+                (expected[layer], target_ids, "fp8"),
+            ):
                 slots = torch.tensor(ids)[positions // BLOCK] * BLOCK + positions % BLOCK
                 write(cache, k, v, slots, kv, *(scales if kv == "fp8" else (1.0, 1.0)))
         sealed = await bench.seal(7, num_tokens, source_ids, chunk_pages=2)
         assert await bench.open(sealed, target_ids) == {Verdict.OK: num_pages}
         for layer in range(LAYERS):
-            assert torch.equal(bench.target[layer][target_ids], expected[layer][target_ids])
+            assert torch.equal(held(bench, Role.DECODE)[layer][target_ids], expected[layer][target_ids])
             others = [i for i in range(BLOCKS) if i not in target_ids]
-            assert (bench.target[layer][others] == POISON).all(), "a page of another request was written"
+            assert (held(bench, Role.DECODE)[layer][others] == POISON).all(), "a page of another request was written"
         assert len(bench.transfer.machine.staging) == 0 and bench.transfer.machine.violations() == []
 
 
 async def test_a_changed_page_is_not_written() -> None:
     ids = [3, 9, 11, 4]
-    async with Bench((0.5, 0.25)) as bench:
+    async with bench_of((0.5, 0.25)) as bench:
         for layer in range(LAYERS):
-            bench.source[layer].normal_()
+            held(bench, Role.PREFILL)[layer].normal_()
         sealed = await bench.seal(8, 4 * BLOCK, ids, chunk_pages=4)
         layout = bench.decode.layout
         assert layout is not None
         bench.transfer.memory.map[sealed.lease.offset + 2 * layout.page_bytes + 77] ^= 0x10
         assert await bench.open(sealed, ids) == {Verdict.OK: 3, Verdict.MISMATCH: 1}
         for layer in range(LAYERS):
-            assert (bench.target[layer][ids[2]] == POISON).all()
-            assert not (bench.target[layer][ids[1]] == POISON).all()
+            assert (held(bench, Role.DECODE)[layer][ids[2]] == POISON).all()
+            assert not (held(bench, Role.DECODE)[layer][ids[1]] == POISON).all()
 
 
 async def test_a_proof_of_another_layout_opens_nothing() -> None:
     ids = [1, 2]
-    async with Bench((0.5, 0.25)) as bench:
+    async with bench_of((0.5, 0.25)) as bench:
         for layer in range(LAYERS):
-            bench.source[layer].normal_()
+            held(bench, Role.PREFILL)[layer].normal_()
         sealed = await bench.seal(9, 2 * BLOCK, ids, chunk_pages=1)
         foreign = Sealed(
             lease=sealed.lease,
@@ -177,4 +125,4 @@ async def test_a_proof_of_another_layout_opens_nothing() -> None:
             ),
         )
         assert await bench.open(foreign, ids) == {Verdict.WRONG_LAYOUT: 2}
-        assert all((bench.target[layer] == POISON).all() for layer in range(LAYERS))
+        assert all((held(bench, Role.DECODE)[layer] == POISON).all() for layer in range(LAYERS))

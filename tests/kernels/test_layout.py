@@ -14,12 +14,15 @@ from kernels.layout import (
     Rounding,
     SealBinding,
     check_convertible,
+    name_hash,
 )
 
 BF16 = PageLayout(30, 128, 3, 64, PageDtype.BF16, PageOrder.CPU_VEC)
 FP8 = BF16.with_dtype(PageDtype.E4M3, rounding=Rounding.TRUNCATE, k_scales=(0.05,), v_scales=(0.25,))
 MLA = PageLayout(2, 64, 1, 576, PageDtype.BF16, PageOrder.MLA)
 DS = PageLayout(2, 64, 1, 576, PageDtype.E4M3, PageOrder.FP8_DS_MLA)
+INDEX_KEYS = PageLayout(1, 64, 1, 132, PageDtype.UINT8, PageOrder.BYTES)
+SPARSE = replace(MLA, layer_names="ab", further_regions=(replace(INDEX_KEYS, layer_names="cd"),))
 
 
 def test_sizes_are_those_of_the_published_architectures() -> None:
@@ -60,7 +63,7 @@ def test_equal_layouts_written_differently_have_one_fingerprint() -> None:
 
 
 def test_dict_round_trip_through_json() -> None:
-    for layout in (BF16, FP8, MLA, DS, replace(FP8, k_scales=tuple(0.01 * (i + 1) for i in range(30)))):
+    for layout in (BF16, FP8, MLA, DS, SPARSE, replace(FP8, k_scales=tuple(0.01 * (i + 1) for i in range(30)))):
         assert PageLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
 
 
@@ -82,6 +85,11 @@ def test_dict_round_trip_through_json() -> None:
         ({"order": "cpu_amx", "page_tokens": 24}, "multiples of 16"),
         ({"page_tokens": 1, "num_kv_heads": 1, "head_dim": 4, "order": "kv_packed"}, "multiple of 16"),
         ({"extra": 1}, "unknown 'extra'"),
+        ({"layer_names": 7}, "layer_names is 7"),
+        ({"further_regions": 7}, "further_regions is 7, must be a list of at most 7"),
+        ({"further_regions": [7]}, "page layout is 7, must be an object"),
+        ({"further_regions": [INDEX_KEYS.to_dict()]}, "must be regions of 128 tokens a page"),
+        ({"dtype": "uint8"}, "dtype is uint8 for order cpu_vec"),
     ],
 )
 def test_a_peers_layout_is_checked_field_by_field(change: dict[str, Any], words: str) -> None:
@@ -94,7 +102,7 @@ def test_a_missing_field_and_special_orders_are_refused() -> None:
     del data["rounding"]
     with pytest.raises(LayoutError, match="lacks rounding"):
         PageLayout.from_dict(data)
-    with pytest.raises(LayoutError, match="BF16 pages have scale"):
+    with pytest.raises(LayoutError, match="bfloat16 pages have scale"):
         replace(BF16, k_scales=(0.5,))
     with pytest.raises(LayoutError, match="head_dim is 512"):
         replace(DS, head_dim=512)
@@ -116,6 +124,7 @@ def test_a_missing_field_and_special_orders_are_refused() -> None:
         (MLA, MLA.with_dtype(PageDtype.E4M3)),
         (MLA, DS),
         (DS, DS),
+        (SPARSE, replace(SPARSE, dtype=PageDtype.E4M3, order=PageOrder.FP8_DS_MLA)),
     ],
 )
 def test_convertible_pairs(src: PageLayout, dst: PageLayout) -> None:
@@ -134,6 +143,11 @@ def test_convertible_pairs(src: PageLayout, dst: PageLayout) -> None:
         (MLA.with_dtype(PageDtype.E4M3), DS, "a second rounding"),
         (replace(BF16, num_layers=2, num_kv_heads=1, head_dim=576), MLA, "order cpu_vec against mla"),
         (DS, MLA, "what rounding took is gone"),
+        (SPARSE, MLA, "2 regions against 1"),
+        (SPARSE, replace(SPARSE, further_regions=(replace(INDEX_KEYS, head_dim=68),)), "head_dim 132 against 68"),
+        (INDEX_KEYS, replace(INDEX_KEYS, page_tokens=32), "page_tokens 64 against 32"),
+        (INDEX_KEYS, replace(MLA, num_layers=1, head_dim=132), "order bytes against mla"),
+        (replace(BF16, layer_names="12"), replace(FP8, layer_names="34"), "layer_names 12 against 34"),
     ],
 )
 def test_refused_pairs_show_both_sides(src: PageLayout, dst: PageLayout, words: str) -> None:
@@ -141,6 +155,29 @@ def test_refused_pairs_show_both_sides(src: PageLayout, dst: PageLayout, words: 
         check_convertible(src, dst)
     assert src.describe() in str(error.value)
     assert dst.describe() in str(error.value)
+
+
+def test_every_field_of_a_region_is_in_the_fingerprint() -> None:
+    others = (
+        replace(SPARSE, layer_names="ba"),
+        replace(SPARSE, further_regions=()),
+        replace(SPARSE, further_regions=(INDEX_KEYS,)),
+        replace(SPARSE, further_regions=SPARSE.further_regions * 2),
+    )
+    assert len({layout.fingerprint for layout in (SPARSE, *others)}) == 5
+    assert SPARSE.page_bytes == MLA.page_bytes + 64 * 132
+
+
+def test_names_of_layers_count_from_layers_on() -> None:
+    assert name_hash(["model.layers.0.attn"]) == name_hash(["language_model.model.layers.0.attn"])
+    assert name_hash(["layers.0.attn", "layers.1.attn"]) != name_hash(["layers.1.attn", "layers.0.attn"])
+
+
+def test_scales_by_head_collapse_to_what_says_the_same() -> None:
+    kv = PageLayout(2, 16, 2, 16, PageDtype.BF16, PageOrder.KV_PACKED)
+    by_head = kv.with_dtype(PageDtype.E4M3, k_scales=(1.0, 1.0, 2.0, 2.0), v_scales=(1.0, 2.0, 3.0, 4.0))
+    assert (by_head.k_scales, by_head.v_scale(1, 0)) == ((1.0, 2.0), 3.0)
+    assert by_head.scales_by_head and not replace(by_head, v_scales=(1.0,)).scales_by_head
 
 
 def test_binding_is_checked() -> None:

@@ -31,7 +31,7 @@ def interpreted(*arguments: str) -> str:
 def test_every_check_passes_in_the_interpreter() -> None:
     lines = interpreted("-m", "ops.kernels.checks", "--device", "cpu", "--small").splitlines()
     assert [re.fullmatch(r"check (\w+): ok \([\d.]+ s\)", line) is not None for line in lines] == [True] * len(lines)
-    assert len(lines) == len(checks.CHECKS) == 9
+    assert len(lines) == len(checks.CHECKS) == 10
 
 
 def test_the_gpu_script_rehearses() -> None:

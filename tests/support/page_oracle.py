@@ -6,6 +6,7 @@ one offset formula each, the digest with Python's long integers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,16 @@ def write_token(cache: Array, layout: PageLayout, block: int, token: int, rows: 
 
 
 def seal(caches: list[Array], src: PageLayout, wire: PageLayout, ids: list[int], n: int) -> Array:
-    """uint8 [n, page_bytes]. caches: bit patterns, uint16 or uint8."""
+    """uint8 [n, page_bytes]. caches: bit patterns, uint16 or uint8, the layers of all regions."""
+    if wire.further_regions:
+        edge = src.num_layers
+        first = seal(caches[:edge], without(src), without(wire), ids, n)
+        rest = zip(src.further_regions, wire.further_regions, strict=True)
+        parts = [first]
+        for one, other in rest:
+            parts.append(seal(caches[edge : edge + one.num_layers], one, other, ids, n))
+            edge += one.num_layers
+        return np.concatenate(parts, axis=1)
     kind = np.uint16 if wire.dtype is PageDtype.BF16 else np.uint8
     pages = np.zeros((n, wire.num_layers, wire.layer_page_bytes), dtype=np.uint8)
     for page in range(n):
@@ -140,8 +150,21 @@ def _convert(rows: Array, src: PageLayout, wire: PageLayout, layer: int) -> Arra
         return np.frombuffer(ds_mla_row(rows), dtype=np.uint8)
     if wire.order.is_latent:
         return encode(rows, wire.k_scale(layer), wire.rounding)
-    k = encode(rows[:, 0], wire.k_scale(layer), wire.rounding)
-    return np.stack((k, encode(rows[:, 1], wire.v_scale(layer), wire.rounding)), axis=1)
+    out = np.zeros(rows.shape, dtype=np.uint8)
+    for head in range(rows.shape[0]):
+        out[head, 0] = encode(rows[head, 0], scale_of(wire.k_scales, wire, layer, head), wire.rounding)
+        out[head, 1] = encode(rows[head, 1], scale_of(wire.v_scales, wire, layer, head), wire.rounding)
+    return out
+
+
+def scale_of(scales: tuple[float, ...], layout: PageLayout, layer: int, head: int) -> float:
+    """One for all, one a layer, or one a layer and head, layers first."""
+    per_layer = max(1, len(scales) // layout.num_layers)
+    return scales[0] if len(scales) == 1 else scales[layer * per_layer + (head if per_layer > 1 else 0)]
+
+
+def without(layout: PageLayout) -> PageLayout:
+    return replace(layout, further_regions=())
 
 
 def open_into(
@@ -152,6 +175,16 @@ def open_into(
     ids: list[int],
     good: Array,
 ) -> None:
+    if wire.further_regions:
+        layer, byte = 0, 0
+        for one, other in zip(
+            (without(dst), *dst.further_regions), (without(wire), *wire.further_regions), strict=True
+        ):
+            size = other.num_layers * other.layer_page_bytes
+            mine = caches[layer : layer + one.num_layers]
+            open_into(mine, one, other, pages[:, byte : byte + size], ids, good)
+            layer, byte = layer + one.num_layers, byte + size
+        return
     kind = np.uint16 if wire.dtype is PageDtype.BF16 else np.uint8
     for page in np.flatnonzero(good):
         for layer, cache in enumerate(caches):
@@ -175,6 +208,18 @@ def digest(page: bytes, wire: PageLayout, ticket_hash: int, attempt: int, ordina
     seed = 0
     for value in (int(wire.fingerprint[:16], 16), ticket_hash, attempt, ordinal):
         seed = mix(((seed ^ value) + GOLDEN) & M64)
+    regions = (without(wire), *wire.further_regions)
+    total, at = 0, 0
+    for region in regions:
+        size = region.num_layers * region.layer_page_bytes
+        part = region_digest(page[at : at + size], region, seed)
+        if len(regions) == 1:
+            return part
+        total, at = mix(((total ^ part) + GOLDEN) & M64), at + size
+    return total
+
+
+def region_digest(page: bytes, wire: PageLayout, seed: int) -> int:
     keys = []
     for i in range(1, 130):
         word = mix((i * GOLDEN) & M64)
