@@ -44,7 +44,7 @@ def test_scales_by_head_are_refused_where_ranks_have_others(tmp_path: Path) -> N
     config = config_of(tmp_path, pool)
     config.model_config.hf_config.quantization_config = BY_HEAD
     refuse_unmovable(config, pool, "decode")
-    ranks = PoolSpec(kv_dtype="fp8_e4m3", tensor_parallel=2)
+    ranks = PoolSpec(kv_dtype="fp8_e4m3", tensor_parallel=2, gpus_per_replica=2)
     with pytest.raises(ConfigError, match=r"kv_cache_scheme\.strategy 'attn_head' .*set tensor_parallel: 1"):
         refuse_unmovable(config, ranks, "decode")
 
