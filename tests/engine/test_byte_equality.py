@@ -16,9 +16,11 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from worker_pair import EngineCache, WorkerPair
 
+from actors.engine.cpu_fp8 import Fp8Operators, is_needed
 from actors.messages import Role, Sealed, Verdict
 
 current_platform.import_kernels()
+WRITER = Fp8Operators(ops) if is_needed() else ops
 
 LAYERS, HEADS, HEAD_DIM, BLOCK, BLOCKS = 3, 3, 64, 32, 24
 POISON = 0xAA
@@ -45,9 +47,9 @@ def attention_layer() -> Any:
 def write(
     cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: str, ks: float, vs: float
 ) -> None:
-    """vLLM's own CPU cache writer."""
+    """The cache writer of this machine's decode engine: vLLM's own, and where it has none for FP8, ours."""
     key, value = cache.view(cache.shape[0], HEADS, BLOCK * 2, -1).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(k, v, key, value, slots, "vec", k_scale=ks, v_scale=vs, kv_cache_dtype=kv)
+    WRITER.cpu_attn_reshape_and_cache(k, v, key, value, slots, "vec", k_scale=ks, v_scale=vs, kv_cache_dtype=kv)
 
 
 def bench_of(scales: tuple[float, float]) -> WorkerPair:
