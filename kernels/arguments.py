@@ -86,23 +86,6 @@ def _split(caches: Sequence[Tensor], layout: PageLayout) -> Iterator[PageCaches]
         begin += region.num_layers
 
 
-def parts_of(pages: Tensor, wire: PageLayout) -> list[Tensor]:
-    """Each region's part of wire pages; views of the same memory."""
-    parts, begin = [], 0
-    for region in wire.regions:
-        parts.append(pages[:, begin : begin + region.page_bytes])
-        begin += region.page_bytes
-    return parts
-
-
-def page_digest_of(regions: Sequence[Tensor]) -> Tensor:
-    """The digest of pages of several regions from those of their regions (`kernels.digest`, step 4)."""
-    digest = torch.zeros_like(regions[0])
-    for region in regions:
-        digest = mix((digest ^ region) + to_signed(GOLDEN))
-    return digest
-
-
 def as_caches(caches: Sequence[Tensor], layout: PageLayout) -> PageCaches:
     if isinstance(caches, PageCaches) and (caches.layout is layout or caches.layout == layout):
         return caches

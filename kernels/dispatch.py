@@ -22,14 +22,15 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from kernels import arguments, int4
-from kernels.arguments import BlockIds, Digests, PageCaches, PageSeeds, page_digest_of, parts_of
+from kernels import arguments, int4, regions
+from kernels.arguments import BlockIds, Digests, PageCaches
 from kernels.layout import LayoutError, PageLayout, SealBinding, check_convertible
+from kernels.regions import PageBackend, WeightBackend
 
 __all__ = [
     "SealBinding",
@@ -51,64 +52,6 @@ __all__ = [
 
 MODULES = {"reference": "kernels.reference", "numba": "kernels.cpu_numba", "triton": "kernels.triton_backend"}
 WEIGHT_MODULES = {"reference": "kernels.int4", "numba": "kernels.cpu_int4", "triton": "kernels.triton_backend"}
-
-
-class PageBackend(Protocol):
-    """What a backend module offers, for pages of one region. Arguments are checked; `seeds`: of the wire pages."""
-
-    def seal_pages(
-        self,
-        caches: Sequence[Tensor],
-        src: PageLayout,
-        wire: PageLayout,
-        block_ids: Tensor,
-        out: Tensor,
-        seeds: PageSeeds,
-    ) -> Tensor: ...
-
-    def open_pages(
-        self,
-        wire_pages: Tensor,
-        wire: PageLayout,
-        digests: Tensor,
-        caches: Sequence[Tensor],
-        dst: PageLayout,
-        block_ids: Tensor,
-        seeds: PageSeeds,
-    ) -> Tensor: ...
-
-    def write_pages(
-        self,
-        wire_pages: Tensor,
-        wire: PageLayout,
-        good: Tensor,
-        caches: Sequence[Tensor],
-        dst: PageLayout,
-        block_ids: Tensor,
-    ) -> None: ...
-
-    def page_digests(self, wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tensor: ...
-
-    def check_tags(
-        self,
-        page_tags: Tensor,
-        table: Tensor,
-        seq_lens: Tensor,
-        page_tokens: int,
-        expected: Tensor,
-        slots: Tensor,
-        query_start: Tensor,
-        slot_mapping: Tensor,
-        answer: Tensor,
-    ) -> None: ...
-
-
-class WeightBackend(Protocol):
-    def pack_int4(
-        self, weight: Tensor, group_size: int, symmetric: bool, grid: tuple[float, ...], block_scale: Tensor | None
-    ) -> int4.PackedInt4: ...
-
-    def unpack_int4(self, packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int) -> Tensor: ...
 
 
 _forced: str | None = None
@@ -199,23 +142,14 @@ def seal_pages(
     seeds = arguments.page_seeds(wire, binding, first_ordinal, n)
     if n == 0:
         return torch.empty(0, dtype=torch.int64, device=out.device)
+    backend = _load(backend_name(caches.device))
     if out.device != caches.device:
         # Host staging: the kernel writes device memory at its speed, one copy crosses the bus; then the digests wait.
         made = torch.empty(out.shape, dtype=torch.uint8, device=caches.device)
-        digests = _seal_regions(caches, src, wire, ids, made, seeds)
+        digests = regions.seal_pages(backend, caches, src, wire, ids, made, seeds)
         out.copy_(made)
         return digests.to(out.device)
-    return _seal_regions(caches, src, wire, ids, out, seeds)
-
-
-def _seal_regions(
-    caches: PageCaches, src: PageLayout, wire: PageLayout, ids: Tensor, out: Tensor, seeds: PageSeeds
-) -> Tensor:
-    backend = _load(backend_name(caches.device))
-    if not wire.further_regions:
-        return backend.seal_pages(caches, src, wire, ids, out, seeds)
-    regions = zip(caches.by_region, src.regions, wire.regions, parts_of(out, wire), strict=True)
-    return page_digest_of([backend.seal_pages(c, s, w, ids, part, seeds) for c, s, w, part in regions])
+    return regions.seal_pages(backend, caches, src, wire, ids, out, seeds)
 
 
 def open_pages(
@@ -243,14 +177,7 @@ def open_pages(
     seeds = arguments.page_seeds(wire, binding, first_ordinal, n)
     if n == 0:
         return torch.empty(0, dtype=torch.bool, device=wire_pages.device)
-    if not wire.further_regions:
-        return _load(backend_name(caches.device)).open_pages(wire_pages, wire, wanted, caches, dst, ids, seeds)
-    wire_pages, ids = wire_pages.to(caches.device, non_blocking=True), ids.to(caches.device)
-    # No region is written before all of them are known to be right.
-    good = _digests(wire_pages, wire, seeds) == wanted.to(caches.device)
-    good &= (ids >= 0) & (ids < caches[0].shape[0])
-    _write(wire_pages, wire, good, caches, dst, ids)
-    return good
+    return regions.open_pages(_load(backend_name(caches.device)), wire_pages, wire, wanted, caches, dst, ids, seeds)
 
 
 def write_pages(
@@ -260,7 +187,8 @@ def write_pages(
     caches, ids = _destination(wire_pages, wire, caches, dst, block_ids)
     if wire_pages.shape[0]:
         good = torch.ones(wire_pages.shape[0], dtype=torch.bool, device=caches.device)
-        _write(wire_pages.to(caches.device, non_blocking=True), wire, good, caches, dst, ids.to(caches.device))
+        wire_pages, ids = wire_pages.to(caches.device, non_blocking=True), ids.to(caches.device)
+        regions.write_pages(_load(backend_name(caches.device)), wire_pages, wire, good, caches, dst, ids)
 
 
 def _destination(
@@ -279,29 +207,13 @@ def _destination(
     return checked, ids
 
 
-def _write(
-    wire_pages: Tensor, wire: PageLayout, good: Tensor, caches: PageCaches, dst: PageLayout, ids: Tensor
-) -> None:
-    backend = _load(backend_name(caches.device))
-    for region, w, d, part in zip(caches.by_region, wire.regions, dst.regions, parts_of(wire_pages, wire), strict=True):
-        backend.write_pages(part, w, good, region, d, ids)
-
-
-def _digests(wire_pages: Tensor, wire: PageLayout, seeds: PageSeeds) -> Tensor:
-    backend = _load(backend_name(wire_pages.device))
-    if not wire.further_regions:
-        return backend.page_digests(wire_pages, wire, seeds)
-    parts = zip(parts_of(wire_pages, wire), wire.regions, strict=True)
-    return page_digest_of([backend.page_digests(part, region, seeds) for part, region in parts])
-
-
 def page_digests(wire_pages: Tensor, wire: PageLayout, binding: SealBinding, first_ordinal: int) -> Tensor:
     """int64 [n]: what `seal_pages` returned if these bytes are what it wrote. wire_pages: uint8 [n, page_bytes]."""
     arguments.check_wire("wire_pages", wire_pages, wire)
     seeds = arguments.page_seeds(wire, binding, first_ordinal, wire_pages.shape[0])
     if wire_pages.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=wire_pages.device)
-    return _digests(wire_pages, wire, seeds)
+    return regions.page_digests(_load(backend_name(wire_pages.device)), wire_pages, wire, seeds)
 
 
 def check_tags(

@@ -18,72 +18,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_checks import BACKENDS, BINDING, E4M3, KV_ORDERS, as_bits, check_round_trip, random_caches
 
 from kernels import dispatch
 from kernels.arguments import PageCaches, as_caches
 from kernels.layout import LayoutError, PageDtype, PageLayout, PageOrder, Rounding, SealBinding
-
-BACKENDS = ["reference", "numba"]
-KV_ORDERS = [PageOrder.CPU_VEC, PageOrder.CPU_AMX, PageOrder.KV_PACKED]
-BINDING = SealBinding(0x1234_5678_9ABC_DEF0, 2)
-E4M3 = PageDtype.E4M3
-
-
-def random_caches(layout: PageLayout, blocks: int, seed: int = 0) -> list[torch.Tensor]:
-    """Any bit pattern: NaN, infinities and subnormals come along."""
-    if layout.further_regions:
-        regions = enumerate(layout.regions)
-        return [each for i, region in regions for each in random_caches(region, blocks, seed + 100 * i)]
-    rng = np.random.default_rng(seed)
-    shape = layout.cache_shape(blocks)
-    if layout.dtype is PageDtype.BF16:
-        bits = [rng.integers(0, 65536, shape).astype(np.uint16).view(np.int16) for _ in range(layout.num_layers)]
-        return [torch.from_numpy(each).view(torch.bfloat16) for each in bits]
-    return [torch.from_numpy(rng.integers(0, 256, shape).astype(np.uint8)) for _ in range(layout.num_layers)]
-
-
-def as_bits(cache: torch.Tensor) -> Any:
-    cache = cache.contiguous()
-    return (
-        cache.view(torch.int16).numpy().view(np.uint16)
-        if cache.dtype is torch.bfloat16
-        else cache.view(torch.uint8).numpy()
-    )
-
-
-def check_round_trip(
-    backend: str,
-    src: PageLayout,
-    wire: PageLayout,
-    dst: PageLayout,
-    src_ids: list[int],
-    n: int,
-    dst_ids: list[int],
-    blocks: int = 9,
-) -> None:
-    caches = random_caches(src, blocks)
-    kept = [cache.clone() for cache in caches]
-    out = torch.full((n, wire.page_bytes), 0xAA, dtype=torch.uint8)
-    with dispatch.use_backend(backend):
-        digests = dispatch.seal_pages(caches, src, wire, src_ids, out, BINDING, 11)
-    expected = oracle.seal([as_bits(cache) for cache in caches], src, wire, src_ids, n)
-    np.testing.assert_array_equal(out.numpy(), expected)
-    assert dispatch.digests_to_ints(digests) == [
-        oracle.digest(expected[i].tobytes(), wire, BINDING.ticket_hash, BINDING.attempt, 11 + i) for i in range(n)
-    ]
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(caches, kept, strict=True))
-
-    targets = random_caches(dst, blocks, seed=1)
-    wanted = [as_bits(target).copy() for target in targets]
-    if n > 1:
-        out[1, wire.page_bytes - 1] ^= 0x10
-    good = np.arange(n) != 1
-    oracle.open_into(wanted, dst, wire, out.numpy(), dst_ids, good)
-    with dispatch.use_backend(backend):
-        verdict = dispatch.open_pages(out, wire, digests, targets, dst, dst_ids, BINDING, 11)
-    assert verdict.tolist() == good.tolist()
-    for target, want in zip(targets, wanted, strict=True):
-        np.testing.assert_array_equal(as_bits(target), want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -155,67 +94,6 @@ def test_mla(backend: str, wire: PageLayout) -> None:
     if wire.order is PageOrder.FP8_DS_MLA:
         check_round_trip(backend, wire, wire, wire, [5, 2, 3], 3, [0, 1, 8])
         check_round_trip(backend, src, wire, replace(wire, page_tokens=64), [5, 2, 3], 3, [4])
-
-
-INDEX_KEYS = PageLayout(3, 16, 1, 132, PageDtype.UINT8, PageOrder.BYTES)
-LATENT = PageLayout(2, 16, 1, 576, PageDtype.BF16, PageOrder.MLA)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", ["bf16", "e4m3", "ds_mla"])
-def test_a_page_of_two_regions(backend: str, form: str) -> None:
-    """Latent rows are converted, index keys copied."""
-    src = replace(LATENT, further_regions=(INDEX_KEYS,))
-    wire = {
-        "bf16": src,
-        "e4m3": src.with_dtype(E4M3, k_scales=(0.1, 1.0)),
-        "ds_mla": replace(src, dtype=E4M3, order=PageOrder.FP8_DS_MLA),
-    }[form]
-    check_round_trip(backend, src, wire, wire, [5, 2, 3], 3, [0, 1, 8])
-    if wire is not src:
-        check_round_trip(backend, wire, wire, wire, [5, 2, 3], 3, [0, 1, 8])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_region_of_a_page_is_written_when_another_is_wrong(backend: str) -> None:
-    """Damage in either region, and regions of equal shape that change places."""
-    src = replace(INDEX_KEYS, further_regions=(INDEX_KEYS,))
-    caches, out = random_caches(src, 4), torch.empty(2, src.page_bytes, dtype=torch.uint8)
-    half = src.page_bytes // 2
-    with dispatch.use_backend(backend):
-        digests = dispatch.seal_pages(caches, src, src, [3, 1], out, BINDING, 0)
-        for change in ("first", "last", "places"):
-            pages, targets = out.clone(), random_caches(src, 4, seed=8)
-            kept = [target.clone() for target in targets]
-            if change == "places":
-                pages[0] = torch.cat((out[0, half:], out[0, :half]))
-            else:
-                pages[0, 0 if change == "first" else -1] ^= 1
-            verdict = dispatch.open_pages(pages, src, digests, targets, src, [0, 2], BINDING, 0)
-            assert verdict.tolist() == [False, True]
-            assert all(torch.equal(a[0], b[0]) for a, b in zip(targets, kept, strict=True))
-            assert all(torch.equal(a[2], b[1]) for a, b in zip(targets, caches, strict=True))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("order", KV_ORDERS)
-def test_scales_by_head(backend: str, order: PageOrder) -> None:
-    src = PageLayout(2, 16, 3, 32, PageDtype.BF16, order)
-    wire = src.with_dtype(E4M3, k_scales=(0.05, 2.0, 1.0, 0.3, 0.7, 4.0), v_scales=(1.0, 0.3))
-    assert wire.scales_by_head
-    check_round_trip(backend, src, wire, wire, [4, 0, 8], 3, [7, 2, 5])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_unverified_pages_are_written_as_they_are(backend: str) -> None:
-    src = replace(LATENT, further_regions=(INDEX_KEYS,))
-    caches, targets = random_caches(src, 4), random_caches(src, 4, seed=8)
-    out = torch.empty(2, src.page_bytes, dtype=torch.uint8)
-    with dispatch.use_backend(backend):
-        dispatch.seal_pages(caches, src, src, [3, 1], out, BINDING, 0)
-        dispatch.write_pages(out, src, targets, src, [0, 2])
-    for cache, target in zip(caches, targets, strict=True):
-        assert torch.equal(target[[0, 2]].view(torch.uint8), cache[[3, 1]].view(torch.uint8))
 
 
 def test_ds_mla_keeps_the_scale_of_ordinary_rows() -> None:
