@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from live_service import free_port, wait_quiet
+from parity import SETTINGS
 
 from app.client import Client
 from app.commands.serve import Service
 from cluster.spec import ClusterSpec
-from ops.bench.parity import SETTINGS
 
 BLOCKS = 320  # pages a replica: 10,240 tokens
 MAX_LEN = 2048

@@ -1,20 +1,20 @@
 """OpenAI parity: every request form sent to a plain vLLM server and to the service, compared field by field.
 
-`python -m ops.bench.parity local-cpu` starts both, one after the other. The plain server has decode's settings (KV
-dtype, block size, limits). With BF16 pages on prefill the service computes a prompt's attention over BF16 and a single
-FP8 engine over FP8, so greedy text may differ there; for exactness both pools get one dtype here (`SETTINGS`). Random
-identifiers, times and host names are left out; log probabilities and scores are compared to `--tolerance`, because a
-matrix product's rounding depends on how many rows are computed together.
+The plain server has decode's settings (KV dtype, block size, limits). With BF16 pages on prefill the service computes
+a prompt's attention over BF16 and a single FP8 engine over FP8, so greedy text may differ there; for exactness both
+pools get one dtype here (`SETTINGS`). Random identifiers, times and host names are left out; log probabilities and
+scores are compared to a tolerance, because a matrix product's rounding depends on how many rows are computed
+together.
 
-Every form is asked twice and the second answers are compared. A single FP8 engine itself answers a prompt that it sees
-for the first time from keys and values that are not rounded yet, and the next time from its FP8 pages: log
-probabilities move by a few hundredths between the two. Decode always reads pages, also for the tail of a prompt that a
-warm single engine computes anew, so a seeded draw or a tie that lies within that rounding can still fall the other way.
+Every form is asked twice and the second answers are compared. A single FP8 engine itself answers a prompt that it
+sees for the first time from keys and values that are not rounded yet, and the next time from its FP8 pages: log
+probabilities move by a few hundredths between the two. Decode always reads pages, also for the tail of a prompt that
+a warm single engine computes anew, so a seeded draw or a tie that lies within that rounding can still fall the other
+way.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -26,21 +26,20 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openai_forms import Form
+
 from actors.engine.config import engine_kwargs
 from actors.messages import Role
-from cluster.json_output import print_json
-from cluster.json_output import run as run_json
-from cluster.spec import ClusterSpec, parse_overrides
-from ops.bench.forms import FORMS, Form
+from cluster.spec import ClusterSpec
 
 # Random or of one process: not part of what a request form means.
-VOLATILE = {"id", "created", "created_at", "completed_at", "system_fingerprint", "request_id", "item_id", "metrics"}
-# A model's `root` is a path of the server's machine in vLLM's answer; ours says the model's name.
-VOLATILE |= {"root"}
+VOLATILE = frozenset(
+    {"id", "created", "created_at", "completed_at", "system_fingerprint", "request_id", "item_id", "metrics"}
+)
 RANDOM_ID = re.compile(r"\b(chatcmpl|cmpl|resp|msg|rs|fc|call|chatcmpl-tool|generate-tokens)[-_][0-9A-Za-z-]{6,}")
 # One KV dtype, and every part of the server that a form may ask for.
 SETTINGS: dict[str, Any] = {
@@ -58,18 +57,6 @@ class Answer:
     status: int
     body: Any
     headers: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """`equal`: every field is the same; `max_float_diff` is over the log probabilities that were compared."""
-
-    form: str
-    status_plain: int
-    status_ours: int
-    equal: bool
-    max_float_diff: float
-    differences: tuple[str, ...]
 
 
 # -- sending
@@ -150,36 +137,34 @@ def _join(total: Any, part: Any) -> None:
 # -- comparing
 
 
-def compare(form: Form, plain: Answer, ours: Answer, tolerance: float) -> Row:
-    floats: list[float] = [0.0]
+def differences(form: Form, plain: Answer, ours: Answer, tolerance: float) -> list[str]:
+    """Every field in which the answers differ, but for those that may."""
     left = {"status": plain.status, "headers": plain.headers, "body": plain.body}
     right = {"status": ours.status, "headers": ours.headers, "body": ours.body}
-    differences = tuple(_differences(left, right, "", tolerance, floats))
-    return Row(form.name, plain.status, ours.status, not differences, max(floats), differences)
+    return list(_differences(left, right, "", tolerance, VOLATILE | form.may_differ))
 
 
-def _differences(plain: Any, ours: Any, path: str, tolerance: float, floats: list[float]) -> Iterator[str]:
+def _differences(plain: Any, ours: Any, path: str, tolerance: float, volatile: frozenset[str]) -> Iterator[str]:
     if (
         isinstance(plain, float | int)
         and isinstance(ours, float | int)
         and (isinstance(plain, float) or isinstance(ours, float))
     ):
-        floats.append(abs(plain - ours))
         if abs(plain - ours) > tolerance:
             yield f"{path}: {plain} != {ours}"
     elif isinstance(plain, dict) and isinstance(ours, dict):
         for name in sorted(plain.keys() | ours.keys()):
-            if name in VOLATILE:
+            if name in volatile:
                 continue
             if name not in plain or name not in ours:
                 yield f"{path}.{name}: only in {'ours' if name in ours else 'plain'}"
             else:
-                yield from _differences(plain[name], ours[name], f"{path}.{name}", tolerance, floats)
+                yield from _differences(plain[name], ours[name], f"{path}.{name}", tolerance, volatile)
     elif isinstance(plain, list) and isinstance(ours, list):
         if len(plain) != len(ours):
             yield f"{path}: {len(plain)} items != {len(ours)}"
         for index, (one, other) in enumerate(zip(plain, ours)):
-            yield from _differences(one, other, f"{path}[{index}]", tolerance, floats)
+            yield from _differences(one, other, f"{path}[{index}]", tolerance, volatile)
     elif _anonymous(plain) != _anonymous(ours):
         yield f"{path}: {plain!r} != {ours!r}"[:300]
 
@@ -261,67 +246,6 @@ def healthy(url: str) -> bool:
         return False
 
 
-# -- the table
-
-
-def ask_all(url: str, forms: tuple[Form, ...], model: str) -> list[Answer]:
-    answers = []
-    for form in forms:
-        send(url, form, model)
-        answers.append(send(url, form, model))
-        print(".", end="", flush=True, file=sys.stderr)
-    print(file=sys.stderr)
-    return answers
-
-
-def show(rows: list[Row], tolerance: float) -> str:
-    lines = [f"| {'request form':58} | plain | ours | result |", f"|{'-' * 60}|-------|------|--------|"]
-    for row in rows:
-        result = "equal" if row.equal else "DIFFERENT"
-        if row.equal and row.max_float_diff > 0:
-            result = f"equal, log probabilities within {row.max_float_diff:.3g}"
-        lines.append(f"| {row.form:58} | {row.status_plain:5} | {row.status_ours:4} | {result} |")
-        lines += [f"|   {difference}" for difference in row.differences[:6]]
-    equal = sum(row.equal for row in rows)
-    lines.append(f"{equal} of {len(rows)} forms equal (floats to {tolerance:g})")
-    return "\n".join(lines)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.bench.parity", description=__doc__)
-    parser.add_argument("config", nargs="?", default="local-cpu")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--ours", help="URL of a running service; default: start one")
-    parser.add_argument("--plain", help="URL of a running plain server; default: start one")
-    parser.add_argument("--compact", action="store_true", help="the subset that the service test sends")
-    parser.add_argument("--only", help="forms whose name contains this")
-    parser.add_argument("--tolerance", type=float, default=0.05)
-    parser.add_argument("--port", type=int, default=8300)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-    overrides = SETTINGS | parse_overrides(args.overrides)
-    spec = ClusterSpec.load(args.config, overrides)
-    forms = tuple(f for f in FORMS if (f.compact or not args.compact) and (args.only or "") in f.name)
-    model = spec.model.served_name
-    if args.plain:
-        plain = ask_all(args.plain, forms, model)
-    else:
-        with running(plain_command(spec, args.port), environment(spec), f"http://127.0.0.1:{args.port}") as url:
-            plain = ask_all(url, forms, model)
-    if args.ours:
-        ours = ask_all(args.ours, forms, model)
-    else:
-        command = [sys.executable, "-m", "app.cli", "serve", args.config, "--port", str(args.port + 1)]
-        command += [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
-        with running(command, dict(os.environ), f"http://127.0.0.1:{args.port + 1}") as url:
-            ours = ask_all(url, forms, model)
-    rows = [compare(form, p, o, args.tolerance) for form, p, o in zip(forms, plain, ours)]
-    if args.json:
-        print_json([asdict(row) for row in rows])
-    else:
-        print(show(rows, args.tolerance))
-    return 0 if all(row.equal for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(run_json(main, sys.argv[1:]))
+def second_answer(url: str, form: Form, model: str) -> Answer:
+    send(url, form, model)
+    return send(url, form, model)
