@@ -86,7 +86,7 @@ class _Pool(Tracked):
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
+class _Candidate:
     """A decode replica with room."""
 
     rank: tuple[int, float]
@@ -179,33 +179,33 @@ class ReplicaSelector(Tracked):
         `generation`: only there (a resumed stream). `hold`: the place of another request that must not be delayed.
         """
         demand = Demand.of(request, self._forecast)
-        seat = self._decode(demand, now_ns, generation, hold)
-        if isinstance(seat, Short):
-            return seat
-        facts = seat.replica.announcement
-        uncached = max(0, demand.prompt - seat.hit_pages * facts.block_tokens)
-        way = self._prefill(demand, seat.replica, uncached, hold is not None and hold.replica is None)
+        candidate = self._decode(demand, now_ns, generation, hold)
+        if isinstance(candidate, Short):
+            return candidate
+        facts = candidate.replica.announcement
+        uncached = max(0, demand.prompt - candidate.hit_pages * facts.block_tokens)
+        way = self._prefill(demand, candidate.replica, uncached, hold is not None and hold.replica is None)
         if isinstance(way, Short):
             return way
         prefill, tokens, how = way
-        blocks = seat.fit.blocks
+        blocks = candidate.fit.blocks
         if prefill is None:
-            hit_pages, hit_used = self._note(request, seat.replica, seat.hit_pages, blocks)
+            hit_pages, hit_used = self._note(request, candidate.replica, candidate.hit_pages, blocks)
         else:
-            self._note(request, seat.replica, 0, blocks)
+            self._note(request, candidate.replica, 0, blocks)
             size = prefill.announcement.block_tokens
             hit_pages, hit_used = self._note(request, prefill, (demand.prompt - tokens) // size, -(-tokens // size))
         return Choice(
-            decode=seat.replica,
+            decode=candidate.replica,
             prefill=prefill,
             reserved=blocks,
-            growth=demand.growth(seat.replica),
-            slots=demand.slots(seat.replica),
-            variance=demand.variance(seat.replica),
+            growth=demand.growth(candidate.replica),
+            slots=demand.slots(candidate.replica),
+            variance=demand.variance(candidate.replica),
             ends_ns=now_ns + demand.lasts_ns,
             prefill_tokens=tokens,
-            staging_bytes=0 if prefill is None else demand.staging_bytes(seat.replica),
-            reason=f"{seat.why(demand.prompt)}; {how}",
+            staging_bytes=0 if prefill is None else demand.staging_bytes(candidate.replica),
+            reason=f"{candidate.why(demand.prompt)}; {how}",
             hit_pages=hit_pages,
             hit_used=hit_used,
         )
@@ -265,18 +265,18 @@ class ReplicaSelector(Tracked):
             if role is Role.DECODE and speaks and (generation is None or of_generation == generation):
                 yield pool
 
-    def _decode(self, demand: Demand, now_ns: int, generation: str | None, hold: Hold | None) -> _Seat | Short:
-        best: _Seat | Short = Short.REPLICA
+    def _decode(self, demand: Demand, now_ns: int, generation: str | None, hold: Hold | None) -> _Candidate | Short:
+        best: _Candidate | Short = Short.REPLICA
         for pool in self._decode_pools(demand.request, generation):
-            seat = self._best(demand, pool, self._candidates(demand.request, pool), now_ns, hold)
-            if isinstance(seat, Short) and pool.smallest != pool.largest:
+            candidate = self._best(demand, pool, self._candidates(demand.request, pool), now_ns, hold)
+            if isinstance(candidate, Short) and pool.smallest != pool.largest:
                 # The least loaded ones may be too small for it: look at all.
                 everyone = ((name, 0, False) for name in pool.sizes)
-                seat = self._best(demand, pool, everyone, now_ns, hold)
+                candidate = self._best(demand, pool, everyone, now_ns, hold)
             if isinstance(best, Short):
-                best = best if seat is Short.REPLICA else seat
-            elif isinstance(seat, _Seat) and seat.rank < best.rank:
-                best = seat
+                best = best if candidate is Short.REPLICA else candidate
+            elif isinstance(candidate, _Candidate) and candidate.rank < best.rank:
+                best = candidate
         return best
 
     def _best(
@@ -286,8 +286,8 @@ class ReplicaSelector(Tracked):
         candidates: Iterable[tuple[ReplicaId, int, bool]],
         now_ns: int,
         hold: Hold | None,
-    ) -> _Seat | Short:
-        best: _Seat | Short = Short.REPLICA
+    ) -> _Candidate | Short:
+        best: _Candidate | Short = Short.REPLICA
         for name, hit_pages, is_home in candidates:
             if name not in pool.sizes or not self._registry.can_use(demand.request, name):
                 continue
@@ -306,7 +306,7 @@ class ReplicaSelector(Tracked):
                 score -= SESSION_SLACK
             rank = (round(score * 64), _fullness(replica))
             if isinstance(best, Short) or rank < best.rank:
-                best = _Seat(rank, replica, place, hit_pages, is_home)
+                best = _Candidate(rank, replica, place, hit_pages, is_home)
         return best
 
     def _candidates(self, request: AdmitRequest, pool: _Pool) -> list[tuple[ReplicaId, int, bool]]:

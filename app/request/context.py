@@ -53,7 +53,7 @@ def detached(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """A task that belongs to no HTTP request.
 
     Ray and Serve remember in context variables on whose behalf a call is made, and cancel all calls of a request whose
-    client is gone: also one that other requests live on, as a replica's output stream. What ends a call is our story.
+    client is gone: also one that others use too, as a replica's output stream. What ends a call is decided here.
     """
     return asyncio.get_running_loop().create_task(work, context=Context())
 

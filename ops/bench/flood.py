@@ -4,7 +4,7 @@ python -m ops.bench.flood --repeats 5 --record flood.jsonl
 python -m ops.bench.flood --record flood.jsonl --plot flood.png --page flood.md
 
 The topology is `local-scale`; KEY=VALUE changes it, as for `pageferry serve`. Some streams go on for the whole time, so
-that the replica that leaves has streams when it is told to. A repeat is good when every request got all its tokens, and
+that the leaving replica has streams. A repeat is good when every request got all its tokens, and
 no stream broke that was there while a replica left. The record has one JSON line a repeat, with samples and answers.
 """
 
@@ -42,7 +42,7 @@ TITLE = "A flood moves the pools of a real service"
 INTRO = (
     "`local-scale.yaml` (decode 1 to 2 replicas, prefill 0 to 1, occupancy mode), real engines on CPU. "
     f"A flood of requests at once, and {STREAMS} streams that go on until the pool is small again, so that "
-    "the replica that leaves has streams when it is told to. Both pools' targets are what Serve held, one after "
+    "the replica that leaves has streams when it has to leave. Both pools' targets are what Serve held, one after "
     "another."
 )
 

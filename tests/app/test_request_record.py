@@ -40,7 +40,7 @@ def test_a_request_leaves_one_line_with_what_happened(caplog: pytest.LogCaptureF
 
 
 def test_a_fault_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pageferry.request")  # what ran before may have silenced it
+    caplog.set_level(logging.INFO, "pageferry.request")  # what ran before may have switched it off
     record = RequestRecord(FrontendMetrics(Discard), "cmpl-2", Caller(), 5)
     record.lost(Role.DECODE, "d#1", "has died")
     record.ended(End(Outcome.FAILED, RequestError(503, "no room" + "x" * 1000)), 0, None)

@@ -1,7 +1,7 @@
 """What a request does next. Invariants first:
 
 1. From any state, `Cancelled` ends the request, and nothing moves it afterwards.
-2. A story has at most one replica loss in flight, and no more than MAX_LOSSES in all.
+2. A request has at most one replica loss in flight, and no more than MAX_LOSSES in all.
 3. Once it has been submitted to a decode replica, only an answer about that very replica moves it elsewhere.
 """
 

@@ -8,13 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from live_service import fetch
+from live_service import STORY, fetch
 from ray import serve
 
 from app.client import AsyncClient, Client, ServiceError
 from app.commands.serve import APPLICATION, Service
-
-STORY = "The old lighthouse keeper climbed the winding stairs each evening to light the lamp. "
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from live_service import STORY
+
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-STORY = "The old lighthouse keeper climbed the winding stairs each evening to light the lamp. "
 USER = [{"role": "user", "content": "Name three fruits and one river."}]
 TURNS = [
     {"role": "system", "content": "You answer in one short sentence."},
