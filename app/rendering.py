@@ -184,17 +184,17 @@ def _resources(
 ) -> dict[str, str]:
     gpus = any(pool.gpus_per_replica for pool in pools.values())
     cpus = max(2, math.ceil(cpus_asked(spec) / nodes))
-    found = {"cpu": str(cpus)}
+    resources = {"cpu": str(cpus)}
     memory = target.memory_gib
     if memory is None and not gpus:
         engines = sum((pool.kv_cache_gib or 1.0) + ENGINE_GIB for pool in pools.values() for _ in range(_most(pool)))
         memory = NODE_GIB + engines + frontends * FRONTEND_GIB * spec.frontend.replicas
         memory += spec.transfer.staging_bytes_max / GIB
     if memory is not None:
-        found["memory"] = f"{math.ceil(memory)}Gi"
+        resources["memory"] = f"{math.ceil(memory)}Gi"
     if gpus:
-        found["nvidia.com/gpu"] = str(target.gpus_per_node)
-    return found
+        resources["nvidia.com/gpu"] = str(target.gpus_per_node)
+    return resources
 
 
 def _most(pool: PoolSpec) -> int:

@@ -29,11 +29,11 @@ class Capacity:
         return min(shares, key=lambda name: shares[name])
 
     def _shares(self, each: Capacity) -> dict[str, float]:
-        found = {}
+        replicas = {}
         for dimension in fields(self):
             have, takes = getattr(self, dimension.name), getattr(each, dimension.name)
-            found[dimension.name] = math.inf if have == math.inf or not takes else have // takes
-        return found
+            replicas[dimension.name] = math.inf if have == math.inf or not takes else have // takes
+        return replicas
 
 
 def of_request(

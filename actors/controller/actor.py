@@ -329,10 +329,10 @@ def _answer(future: asyncio.Future[Any], value: Any) -> None:
 
 def _actor_of(suffix: str) -> Any:
     """The named actor, of Serve or ours, whose name ends so; None when there is none."""
-    for found in ray.util.list_named_actors(all_namespaces=True):
-        if found["name"].endswith(suffix):
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].endswith(suffix):
             try:
-                return ray.get_actor(found["name"], namespace=found["namespace"])
+                return ray.get_actor(actor["name"], namespace=actor["namespace"])
             except ValueError:
                 return None  # gone meanwhile
     return None
@@ -344,8 +344,8 @@ def draining_nodes(now_s: float) -> dict[str, float | None]:
     As Serve's own controller asks: Ray has no public call for it (`ray.nodes()` does not say).
     """
     gcs = ray._private.worker.global_worker.gcs_client
-    found: dict[str, int] = gcs.get_draining_nodes(timeout=5)
-    return {node_id: (until_ms / 1e3 - now_s if until_ms else None) for node_id, until_ms in found.items()}
+    until_by_node: dict[str, int] = gcs.get_draining_nodes(timeout=5)
+    return {node_id: (until_ms / 1e3 - now_s if until_ms else None) for node_id, until_ms in until_by_node.items()}
 
 
 def _has_other_node(draining: dict[str, float | None]) -> bool:

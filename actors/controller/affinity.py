@@ -131,15 +131,15 @@ class PrefixIndex(Tracked):
         """Pages of the longest known prefix, and who holds it (latest first); (0, ()) when no replica does."""
         marks = landmarks(len(hashes))
         low, high = 0, len(marks)  # a known prefix has all its shorter ones known: binary search
-        found: tuple[ReplicaId, ...] = ()
+        holding: tuple[ReplicaId, ...] = ()
         while low < high:
             middle = (low + high) // 2
             holders = self._holders(hashes[marks[middle] - 1])
             if holders:
-                low, found = middle + 1, tuple(name for name, _ in holders)
+                low, holding = middle + 1, tuple(name for name, _ in holders)
             else:
                 high = middle
-        return (marks[low - 1], found) if low else (0, ())
+        return (marks[low - 1], holding) if low else (0, ())
 
     def _holders(self, key: int) -> tuple[tuple[ReplicaId, int], ...]:
         """Those whose cache still has the page, latest first."""

@@ -245,7 +245,7 @@ class Autoscaler(Tracked):
     # -- both pools
 
     def _within_budget(self, wishes: dict[Role, tuple[int, str]], now_ns: int) -> list[ScaleDecision]:
-        found = []
+        orders = []
         for role, (wanted, why) in wishes.items():
             target, current, track = wanted, self._held(role, now_ns), self._tracks[role]
             if now_ns < track.by_hand_until_ns:
@@ -257,8 +257,8 @@ class Autoscaler(Tracked):
             track.reason = f"{refused}; {why}" if refused else why
             if target == current or now_ns < track.held_until_ns or refused or self.sizes.wanted(role) is not None:
                 continue
-            found.append(self._order(role, current, target, why, now_ns))
-        return found
+            orders.append(self._order(role, current, target, why, now_ns))
+        return orders
 
     def _order(self, role: Role, current: int, target: int, why: str, now_ns: int) -> ScaleDecision:
         track = self._tracks[role]

@@ -162,17 +162,17 @@ class Membership(Recovery):
     def _check_pages(self, replica: Replica, pages: tuple[PageDelta, ...], now_ns: int) -> None:
         """What the report says of pages, and what has not been reported for too long: logged once, kept for audits."""
         total = replica.announcement.blocks_total
-        found = [text for delta in pages for text in replica.book.apply(delta, total, self._prompt_hash)]
-        found += replica.book.look(lambda t: t in self.registry.tickets or self._unclaimed(t, now_ns), now_ns)
+        violations = [text for delta in pages for text in replica.book.apply(delta, total, self._prompt_hash)]
+        violations += replica.book.look(lambda t: t in self.registry.tickets or self._unclaimed(t, now_ns), now_ns)
         held, tickets = replica.occupancy.blocks_held, replica.tickets
         replica.held_alone_ns = (replica.held_alone_ns or now_ns) if held and not tickets else 0
         if replica.held_alone_ns and now_ns - replica.held_alone_ns >= KEPT_NS:
-            found.append(f"{held} blocks are held and no ticket is there")
-        for text in found:
+            violations.append(f"{held} blocks are held and no ticket is there")
+        for text in violations:
             if text not in replica.page_violations:
                 self._add("page_book_violations")
                 self._out.append(Log(f"{replica.id}: {text}", is_error=True))
-        replica.page_violations = tuple(found)
+        replica.page_violations = tuple(violations)
 
     def _prompt_hash(self, ticket_id: TicketId, position: int) -> int:
         """Of a live ticket's prompt up to the end of its page at `position`, as its frontend said; 0: not known."""

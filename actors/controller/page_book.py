@@ -74,7 +74,7 @@ class PageBook(Tracked):
             self._release(delta.request_id)
         if not delta.added:
             return []
-        found: list[str] = []
+        violations: list[str] = []
         if delta.ticket_id:
             self.tickets[delta.request_id] = delta.ticket_id
         owned = self.owners.setdefault(delta.request_id, TrackedDict())
@@ -89,12 +89,12 @@ class PageBook(Tracked):
             known = self.pages.get(page)
             if known is not None and known.tag != tag:
                 self.suspicions += 1
-                found.append(f"page {page} was taken with tag {tag:#x} while another request owned {known.tag:#x}")
+                violations.append(f"page {page} was taken with tag {tag:#x} while another request owned {known.tag:#x}")
                 known = None
             if not 0 <= page <= blocks_total:
-                found.append(f"page {page} is outside 0 .. {blocks_total}")
+                violations.append(f"page {page} is outside 0 .. {blocks_total}")
             if self.epoch and (tag >> COUNTER_BITS) - self.epoch not in (0, 1):  # 1: its counter has run over
-                found.append(f"page {page} has tag {tag:#x}, of another life of the replica")
+                violations.append(f"page {page} has tag {tag:#x}, of another life of the replica")
             owned[page] = tag
             content = content_of(delta.ticket_id, position)
             if known is None:
@@ -103,8 +103,8 @@ class PageBook(Tracked):
             self.pages[page] = known._replace(owners=known.owners + 1)
             if wrong := self._sharing(page, known, position, content):
                 self.wrongly_shared[delta.request_id] = text = f"request {delta.request_id}: {wrong}"
-                found.append(text)
-        return found
+                violations.append(text)
+        return violations
 
     @staticmethod
     def _sharing(page: int, known: Page, position: int, content: int) -> str:
@@ -156,13 +156,13 @@ class PageBook(Tracked):
             for page, tag in owned.items():
                 if (known := self.pages.get(page)) is None or known.tag == tag:
                     counted[page] = counted.get(page, 0) + 1
-        found = [
+        violations = [
             f"{name}: page {page} has {counted.get(page, 0)} owners, the book says {known.owners}"
             for page, known in self.pages.items()
             if counted.get(page, 0) != known.owners
         ]
-        found += [f"{name}: {text}" for text in self.wrongly_shared.values()]
-        found += [
+        violations += [f"{name}: {text}" for text in self.wrongly_shared.values()]
+        violations += [
             f"{name}: page {page} is outside 0 .. {blocks_total}"
             for page in self.pages
             if not 0 <= page <= blocks_total
@@ -174,9 +174,9 @@ class PageBook(Tracked):
             if (known := self.pages.get(page)) is None or known.tag != tag
         ]
         if taken:
-            found.append(f"{name}: pages {taken[:8]} were taken again while a request still owned them")
+            violations.append(f"{name}: pages {taken[:8]} were taken again while a request still owned them")
         if self.owners and len(self.pages) > occupancy.blocks_held + occupancy.blocks_quarantined:
-            found.append(
+            violations.append(
                 f"{name}: {len(self.pages)} pages have owners, the replica reports {occupancy.blocks_held} held"
             )
-        return found
+        return violations

@@ -297,7 +297,7 @@ class Registry(Tracked):
 
     def breaches(self) -> list[str]:
         """Broken conservation laws in plain words; empty when all hold."""
-        found: list[str] = []
+        broken: list[str] = []
         sums: dict[int, list[int]] = {id(replica): [0, 0, 0, 0] for replica in self.replicas.values()}
         placed: dict[int, set[TicketId]] = {id(replica): set() for replica in self.replicas.values()}
         states = dict.fromkeys(TicketState, 0)
@@ -305,16 +305,18 @@ class Registry(Tracked):
             ticket = live.ticket
             states[live.state] += 1
             if self.by_request.get((ticket.frontend_id, ticket.request_id)) != ticket_id:
-                found.append(f"ticket {ticket_id}: request {ticket.request_id!r} does not lead back to it")
+                broken.append(f"ticket {ticket_id}: request {ticket.request_id!r} does not lead back to it")
             if ticket_id not in self.by_frontend.get(ticket.frontend_id, ()):
-                found.append(f"ticket {ticket_id}: frontend {ticket.frontend_id!r} does not own it")
+                broken.append(f"ticket {ticket_id}: frontend {ticket.frontend_id!r} does not own it")
             if live.hand_over is not None and live.state not in HOLDS_LEASE:
-                found.append(f"ticket {ticket_id} is {live.state} and still holds a lease")
+                broken.append(f"ticket {ticket_id} is {live.state} and still holds a lease")
             if live.hand_over is not None and live.hand_over.attempt != ticket.attempt:
-                found.append(f"ticket {ticket_id} has a seal of attempt {live.hand_over.attempt}, not {ticket.attempt}")
+                broken.append(
+                    f"ticket {ticket_id} has a seal of attempt {live.hand_over.attempt}, not {ticket.attempt}"
+                )
             if live.prefill_at is not None and live.state not in PREFILL_WORK:
-                found.append(f"ticket {ticket_id} is {live.state} and still counts as prefill work")
-            found += [
+                broken.append(f"ticket {ticket_id} is {live.state} and still counts as prefill work")
+            broken += [
                 f"ticket {ticket_id} is placed on {replica.id}, which is gone"
                 for replica in (live.decode_at, live.prefill_at)
                 if replica is not None and id(replica) not in sums
@@ -328,25 +330,25 @@ class Registry(Tracked):
                 mine[2] += live.prefill_tokens
                 placed[id(live.prefill_at)].add(ticket_id)
         for replica in self.replicas.values():
-            found += self._replica_breaches(replica, sums[id(replica)], placed[id(replica)])
+            broken += self._replica_breaches(replica, sums[id(replica)], placed[id(replica)])
         staged: dict[str, int] = {}
         for live in self.tickets.values():
             if live.staging_bytes:
                 node = live.ticket.prefill_node
                 staged[node] = staged.get(node, 0) + live.staging_bytes
         if staged != self.staged:
-            found.append(f"staging bytes {self.staged} by node, the live tickets add up to {staged}")
+            broken.append(f"staging bytes {self.staged} by node, the live tickets add up to {staged}")
         if states != self.by_state:
-            found.append(f"tickets by state {states} are counted as {self.by_state}")
+            broken.append(f"tickets by state {states} are counted as {self.by_state}")
         if len(self.by_request) != len(self.tickets):
-            found.append(f"{len(self.by_request)} requests lead to {len(self.tickets)} tickets")
-        return found
+            broken.append(f"{len(self.by_request)} requests lead to {len(self.tickets)} tickets")
+        return broken
 
     @staticmethod
     def _replica_breaches(replica: Replica, sums: list[int], placed: set[TicketId]) -> list[str]:
         name, seen = replica.id, replica.occupancy
         have = (replica.reserved, replica.landed, replica.inflight_tokens, replica.slots_taken)
-        found = [
+        broken = [
             f"{name}: {what} {mine}, its tickets add up to {theirs}"
             for what, mine, theirs in zip(
                 ("reserved blocks", "landed blocks", "in-flight prompt tokens", "sequence slots"),
@@ -357,11 +359,11 @@ class Registry(Tracked):
             if mine != theirs
         ]
         if replica.tickets != placed:
-            found.append(f"{name}: tickets {sorted(replica.tickets ^ placed)} are on one side only")
+            broken.append(f"{name}: tickets {sorted(replica.tickets ^ placed)} are on one side only")
         if seen.blocks_free + seen.blocks_held + seen.blocks_quarantined != seen.blocks_total:
-            found.append(
+            broken.append(
                 f"{name}: free {seen.blocks_free} + held {seen.blocks_held} + quarantined "
                 f"{seen.blocks_quarantined} != total {seen.blocks_total}"
             )
-        found += [f"{name}: {text}" for text in replica.page_violations]
-        return found + replica.book.breaches(name, seen, replica.announcement.blocks_total)
+        broken += [f"{name}: {text}" for text in replica.page_violations]
+        return broken + replica.book.breaches(name, seen, replica.announcement.blocks_total)

@@ -215,15 +215,15 @@ class ReplicaSelector(Tracked):
         if short in (Short.PREFILL, Short.STAGING):
             return Hold()
         demand = Demand.of(request, self._forecast)
-        found: list[Hold] = []
+        holds: list[Hold] = []
         for pool in self._decode_pools(request, generation):
             # In a large pool of equals the least loaded ones have room first, as far as that is worth a look.
             few = pool.index.least() if pool.smallest == pool.largest else pool.sizes
             hold = self._earliest(demand, pool, islice(few, HOLD_LOOKS), now_ns)
             if hold is None and len(pool.sizes) > HOLD_LOOKS:  # they may be out of its reach, or too small
                 hold = self._earliest(demand, pool, pool.sizes, now_ns)
-            found += [hold] if hold is not None else []
-        return min(found, key=lambda hold: hold.start_ns, default=Hold(start_ns=UNKNOWN_NS))
+            holds += [hold] if hold is not None else []
+        return min(holds, key=lambda hold: hold.start_ns, default=Hold(start_ns=UNKNOWN_NS))
 
     def _earliest(self, demand: Demand, pool: _Pool, names: Iterable[ReplicaId], now_ns: int) -> Hold | None:
         best: Hold | None = None
@@ -313,16 +313,16 @@ class ReplicaSelector(Tracked):
         """(replica, pages of the prompt it probably has, whether it is the session's own)."""
         home = next(pool.ring.owners(request.session, 1), None) if request.session else None
         pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, ())
-        found = [(name, pages, name == home) for name in holders]
+        candidates = [(name, pages, name == home) for name in holders]
         if home is not None and home not in holders:
-            found.append((home, 0, True))
-        taken = len(found)
+            candidates.append((home, 0, True))
+        taken = len(candidates)
         for name in pool.index.least():
             if name not in holders and name != home and self._registry.can_use(request, name):
-                found.append((name, 0, False))
-                if len(found) - taken >= CANDIDATES:
+                candidates.append((name, 0, False))
+                if len(candidates) - taken >= CANDIDATES:
                     break
-        return found
+        return candidates
 
     def _prefill(
         self, demand: Demand, decode: Replica, uncached: int, is_held: bool

@@ -21,14 +21,14 @@ _NAME = re.compile(r"/dev/shm/((?:psm_|sem\.)\S+)$")
 
 def mapped_by(pids: Iterable[int]) -> set[str]:
     """Names of the files that these processes have mapped now."""
-    found = set()
+    mapped = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             continue  # it has ended
-        found |= {match[1] for line in maps.splitlines() if (match := _NAME.search(line)) is not None}
-    return found
+        mapped |= {match[1] for line in maps.splitlines() if (match := _NAME.search(line)) is not None}
+    return mapped
 
 
 def descendants(pid: int) -> set[int]:
@@ -37,11 +37,11 @@ def descendants(pid: int) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
             parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, ahead = set(), [pid]
+    processes, ahead = set(), [pid]
     while ahead:
-        found.add(one := ahead.pop())
+        processes.add(one := ahead.pop())
         ahead += parents.get(one, [])
-    return found
+    return processes
 
 
 def note(pid: int) -> None:

@@ -60,9 +60,9 @@ class TransferClient:
         reply = await self._ask(
             lambda call_id: host_calls.AskRead(call_id, hand_over, engines, wait_s, trace), wait_s + 1.0
         )
-        found = reply.verdict or reply.lease
-        assert found is not None
-        return found
+        answer = reply.verdict or reply.lease
+        assert answer is not None
+        return answer
 
     async def drop_writer(self, ticket_id: int, attempt: int, engines: list[str]) -> None:
         await self._tell(lambda call_id: host_calls.DropWriter(call_id, ticket_id, attempt, engines))

@@ -153,10 +153,10 @@ class HostCalls:
                 lease = await transfer.lease(*key, call.num_bytes, call.engines, call.wait_s, call.keep_s, call.trace)
                 return Reply(call.call_id, lease=lease)
             case AskRead():
-                found = await transfer.begin_read(call.hand_over, call.engines, call.wait_s, call.trace)
-                if isinstance(found, Verdict):
-                    return Reply(call.call_id, verdict=found)
-                return Reply(call.call_id, lease=found)
+                answer = await transfer.begin_read(call.hand_over, call.engines, call.wait_s, call.trace)
+                if isinstance(answer, Verdict):
+                    return Reply(call.call_id, verdict=answer)
+                return Reply(call.call_id, lease=answer)
             case DropWriter():
                 await transfer.drop_writer(call.ticket_id, call.attempt, call.engines)
             case DropReader():

@@ -114,10 +114,10 @@ def socket_folder() -> Path:
     if len(os.fsencode(folder)) + SOCKET_NAME_MAX > SOCKET_PATH_MAX:
         folder = Path("/tmp", name)
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         raise MemoryRefused(
             f"{folder} must be a folder of user {os.getuid()} that no other user can enter (mode 700); "
-            f"it is of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: remove it or set TMPDIR"
+            f"it is of user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):o}: remove it or set TMPDIR"
         )
     return folder

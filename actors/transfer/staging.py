@@ -197,11 +197,11 @@ class Staging:
 
     def breaches(self) -> list[str]:
         """Broken conservation laws in plain words; empty when all hold."""
-        found = []
+        broken = []
         if self.bytes_free + self.bytes_held != self.bytes_max:
-            found.append(f"staging free {self.bytes_free} + held {self.bytes_held} != max {self.bytes_max}")
+            broken.append(f"staging free {self.bytes_free} + held {self.bytes_held} != max {self.bytes_max}")
         spans = sorted([(o, s, "hole") for o, s in self._holes] + [(r.offset, r.size, str(r.key)) for r in self])
         for (offset, size, name), (following, _, other) in itertools.pairwise(spans):
             if offset + size > following:
-                found.append(f"staging {name} at {offset}+{size} overlaps {other} at {following}")
-        return found
+                broken.append(f"staging {name} at {offset}+{size} overlaps {other} at {following}")
+        return broken

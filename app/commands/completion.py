@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
     )
     make.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell = make.parse_args(argv).shell
-    found = {name: options(name) for name in _commands()}
-    print({"bash": bash, "zsh": lambda each: ZSH + bash(each), "fish": fish}[shell](found), end="")
+    options_by_command = {name: options(name) for name in _commands()}
+    print({"bash": bash, "zsh": lambda each: ZSH + bash(each), "fish": fish}[shell](options_by_command), end="")
     return 0
 
 
@@ -53,17 +53,17 @@ def options(name: str) -> list[str]:
     return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", help_text.getvalue())))
 
 
-def bash(found: dict[str, list[str]]) -> str:
-    cases = "\n".join(f'            {name}) words="{" ".join(words)}" ;;' for name, words in found.items())
-    return BASH.format(names=" ".join(found), cases=cases)
+def bash(options_by_command: dict[str, list[str]]) -> str:
+    cases = "\n".join(f'            {name}) words="{" ".join(words)}" ;;' for name, words in options_by_command.items())
+    return BASH.format(names=" ".join(options_by_command), cases=cases)
 
 
-def fish(found: dict[str, list[str]]) -> str:
+def fish(options_by_command: dict[str, list[str]]) -> str:
     lines = []
     for name, (_, summary) in _commands().items():
         quoted = summary.replace("'", "\\'")
         lines.append(f"complete -c pageferry -n __fish_use_subcommand -a {name} -d '{quoted}'")
-        for word in found[name]:
+        for word in options_by_command[name]:
             kind = f"-l {word.removeprefix('--')}" if word.startswith("--") else f"-a {word}"
             lines.append(f"complete -c pageferry -n '__fish_seen_subcommand_from {name}' {kind}")
     return "\n".join(lines) + "\n"

@@ -10,13 +10,13 @@ OTHER, SHARED, FREE = "+", "#", "."
 ROWS_MAX = 32
 
 
-def picture(replica_id: str, found: dict[str, Any], width: int = 64) -> list[str]:
+def picture(replica_id: str, replica: dict[str, Any], width: int = 64) -> list[str]:
     """`found`: a replica's entry of `GET /status/pages`. A mark is a page, or several where there are very many."""
-    total, owners = int(found["blocks_total"]), found["owners"]
-    lines = [f"{found['pool']} {replica_id} ({found['state']}): {_counts(found)}"]
+    total, owners = int(replica["blocks_total"]), replica["owners"]
+    lines = [f"{replica['pool']} {replica_id} ({replica['state']}): {_counts(replica)}"]
     if not owners:
-        return [*lines, f"  no pages with owners: {'not reported yet' if held(found) else 'idle'}"]
-    marks = page_marks(found)
+        return [*lines, f"  no pages with owners: {'not reported yet' if held(replica) else 'idle'}"]
+    marks = page_marks(replica)
     a_mark = max(1, -(-total // (width * ROWS_MAX)))
     firsts = range(1, total + 1, a_mark)  # page 0 is the engine's null page
     cells = [cell([marks.get(page, FREE) for page in range(first, first + a_mark)]) for first in firsts]
@@ -29,18 +29,18 @@ def picture(replica_id: str, found: dict[str, Any], width: int = 64) -> list[str
     return lines
 
 
-def held(found: dict[str, Any]) -> int:
-    return int(found["blocks_held"])
+def held(replica: dict[str, Any]) -> int:
+    return int(replica["blocks_held"])
 
 
-def page_marks(found: dict[str, Any]) -> dict[int, str]:
+def page_marks(replica: dict[str, Any]) -> dict[int, str]:
     """Of every page with an owner."""
     marks = {
         int(page): MARKS[number] if number < len(MARKS) else OTHER
-        for number, owner in enumerate(found["owners"])
+        for number, owner in enumerate(replica["owners"])
         for page in owner["pages"]
     }
-    return marks | dict.fromkeys((int(page) for page in found["shared"]), SHARED)
+    return marks | dict.fromkeys((int(page) for page in replica["shared"]), SHARED)
 
 
 def cell(marks: list[str]) -> str:
@@ -48,8 +48,8 @@ def cell(marks: list[str]) -> str:
     return FREE if not there else there.pop() if len(there) == 1 else SHARED
 
 
-def _counts(found: dict[str, Any]) -> str:
-    parts = [f"{held(found):,} of {found['blocks_total']:,} pages held by {len(found['owners'])} requests"]
-    parts += [f"{len(found['shared']):,} shared"] if found["shared"] else []
-    parts += [f"{found['blocks_quarantined']:,} quarantined"] if found["blocks_quarantined"] else []
-    return ", ".join([*parts, f"{found['blocks_free']:,} free"])
+def _counts(replica: dict[str, Any]) -> str:
+    parts = [f"{held(replica):,} of {replica['blocks_total']:,} pages held by {len(replica['owners'])} requests"]
+    parts += [f"{len(replica['shared']):,} shared"] if replica["shared"] else []
+    parts += [f"{replica['blocks_quarantined']:,} quarantined"] if replica["blocks_quarantined"] else []
+    return ", ".join([*parts, f"{replica['blocks_free']:,} free"])

@@ -198,9 +198,9 @@ class SequenceGroup:
         waiting = list(self._answers.values())
         for answer in waiting:
             answer.cancel()  # no effect on one that has come; an admission that still waits is withdrawn
-        for found in await asyncio.gather(*waiting, return_exceptions=True):
-            if isinstance(found, Ticket):
-                self.ticket = self.ticket or found
+        for ticket in await asyncio.gather(*waiting, return_exceptions=True):
+            if isinstance(ticket, Ticket):
+                self.ticket = self.ticket or ticket
         try:
             if self.ticket is not None:
                 await self._controller.call(Ended(self.ticket.ticket_id, self._outcome, self._num_output_tokens))

@@ -135,8 +135,8 @@ class ControllerLoops:
         """Says which tickets live here; a controller that has come back asks for all that is known of them."""
         try:
             async with asyncio.timeout(self._hung_s):
-                found, live = self._reachable(), self._tickets.live_tickets()
-                reachable = None if found is None else tuple(found)
+                replicas, live = self._reachable(), self._tickets.live_tickets()
+                reachable = None if replicas is None else tuple(replicas)
                 self._longest_s = max(self._longest_s, self._stall_s())
                 heartbeat = FrontendHeartbeat(self._tickets.frontend_id, live, self._stamp, reachable, self._longest_s)
                 reply = await self._controller.call(heartbeat, PATIENCE_S)

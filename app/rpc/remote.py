@@ -124,8 +124,8 @@ class RemoteController:
             actor.end()
 
     async def orders(self, timeout_s: float) -> list[FrontendCommand]:
-        found: list[FrontendCommand] = await self._call("orders", self._frontend_id, timeout_s, patience_s=1.0)
-        return found
+        commands: list[FrontendCommand] = await self._call("orders", self._frontend_id, timeout_s, patience_s=1.0)
+        return commands
 
     async def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = await self._call("status", patience_s=1.0)
@@ -214,8 +214,8 @@ class _Pool:
 
     async def audit(self, replica_id: ReplicaId) -> dict[str, Any]:
         async with asyncio.timeout(ASK_S):
-            found: dict[str, Any] = await self._call("audit", replica_id)
-        return found
+            answer: dict[str, Any] = await self._call("audit", replica_id)
+        return answer
 
     async def fault(
         self, replica_id: ReplicaId, kind: str, trial: int, target: str | int, more: float
@@ -235,11 +235,11 @@ class RemotePrefill(_Pool):
         directory.watch(self._changed)
 
     async def prefill(self, replica_id: ReplicaId, ticket: Ticket, frames: list[bytes]) -> PrefillDone:
-        found = self._links.get(replica_id) or await self._opened(replica_id)
+        link_to = self._links.get(replica_id) or await self._opened(replica_id)
         try:
-            done = await found.call(lambda call_id: link.Prefill(call_id, ticket, frames))
+            done = await link_to.call(lambda call_id: link.Prefill(call_id, ticket, frames))
         finally:
-            self._leave(found)
+            self._leave(link_to)
         assert done is not None
         return done
 
@@ -257,14 +257,14 @@ class RemotePrefill(_Pool):
             self._loop.call_soon_threadsafe(self._left, left)
 
     def _left(self, left: frozenset[str]) -> None:
-        for found in list(self._links.values()):
-            if found.replica_id in left:
-                self._leave(found)
+        for opened in list(self._links.values()):
+            if opened.replica_id in left:
+                self._leave(opened)
 
-    def _leave(self, found: ReplicaLink) -> None:
+    def _leave(self, opened: ReplicaLink) -> None:
         """The link keeps a replica that Serve wants to end: it goes with its last call."""
-        if not found.busy and found.replica_id not in directory.live(self.name):
-            found.end("the replica is leaving and this frontend has nothing there")
+        if not opened.busy and opened.replica_id not in directory.live(self.name):
+            opened.end("the replica is leaving and this frontend has nothing there")
 
 
 class RemoteDecode(_Pool):
@@ -278,16 +278,16 @@ class RemoteDecode(_Pool):
         await self._link(replica_id).call(lambda call_id: link.Abort(call_id, engine_ids))
 
     def _link(self, replica_id: ReplicaId) -> ReplicaLink:
-        if (found := self._links.get(replica_id)) is None:
+        if (opened := self._links.get(replica_id)) is None:
             raise ReplicaGone(replica_id, "it has no connection, and so nothing of this frontend")
-        return found
+        return opened
 
     async def outputs(self, replica_id: ReplicaId) -> AsyncIterator[list[bytes]]:
-        found = await self._open(replica_id)
+        opened = await self._open(replica_id)
         try:
             yield []  # the stream stands
-            while (frames := await found.outputs.get()) is not None:
+            while (frames := await opened.outputs.get()) is not None:
                 yield frames
-            raise ReplicaGone(replica_id, found.reason, found.died)
+            raise ReplicaGone(replica_id, opened.reason, opened.died)
         finally:
-            found.end("this frontend has nothing there any more")
+            opened.end("this frontend has nothing there any more")

@@ -104,7 +104,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def values(option: str, given: Sequence[str], known: dict[str, Setting]) -> dict[str, Any]:
     """Every known key with its given or default value. PlanError for an unknown key (names the nearest) or value."""
-    found = {key: entry.default for key, entry in known.items()}
+    values = {key: entry.default for key, entry in known.items()}
     for pair in given:
         key, _, text = pair.partition("=")
         if key not in known:
@@ -112,10 +112,10 @@ def values(option: str, given: Sequence[str], known: dict[str, Setting]) -> dict
             hint = f"did you mean {near[0]!r}" if near else f"there are {', '.join(known)}"
             raise PlanError(f"--{option} {pair}: no key {key!r}; {hint}")
         try:
-            found[key] = known[key].kind(text)
+            values[key] = known[key].kind(text)
         except ValueError:
             raise PlanError(f"--{option} {key} is {text!r}, must be such as {known[key].default}") from None
-    return found
+    return values
 
 
 def parse(description: str, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -120,8 +120,10 @@ def _fitted(line: Roofline, points: Sequence[Point], names: Sequence[str]) -> Ro
     def with_values(values: Mapping[str, float]) -> Roofline:
         return replace(line, constants=replace(line.constants, **values))
 
-    found = least_squares(start, lambda values: [math.log(p.predicted(with_values(values)) / p.seconds) for p in known])
-    return with_values(found)
+    fitted = least_squares(
+        start, lambda values: [math.log(p.predicted(with_values(values)) / p.seconds) for p in known]
+    )
+    return with_values(fitted)
 
 
 def read_points(file: Path, arm: str | None = None) -> list[Point]:

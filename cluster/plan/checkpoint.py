@@ -40,13 +40,13 @@ class Stored:
 
 def stored(folder: Path) -> Stored | None:
     """The tensors of all `*.safetensors` in `folder`; None if there are none. Raises PlanError for a broken file."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, entry in _header(file).items():
             if name != "__metadata__":
                 start, end = entry["data_offsets"]
-                found[name] = int(end) - int(start)
-    return Stored(found) if found else None
+                sizes[name] = int(end) - int(start)
+    return Stored(sizes) if sizes else None
 
 
 def _header(file: Path) -> dict[str, dict[str, list[int]]]:

@@ -77,11 +77,11 @@ def gpu(name: str, hbm_gib: float | None = None, hbm_tb_s: float | None = None, 
     An unknown name is allowed only with `hbm_gib` and `hbm_tb_s`, since nothing may be guessed about it.
     """
     if name.lower() == CPU.lower():
-        found = _CPU
+        gpu = _CPU
     elif key := _gpu_key(name):
-        found = Gpu(name=key, **facts()["gpus"][key])
+        gpu = Gpu(name=key, **facts()["gpus"][key])
     elif hbm_gib and hbm_tb_s:
-        found = Gpu(name, hbm_gib, hbm_tb_s, bf16_tflops=tflops or 0.0, fp8_tflops=0.0, link_gb_s=32.0)
+        gpu = Gpu(name, hbm_gib, hbm_tb_s, bf16_tflops=tflops or 0.0, fp8_tflops=0.0, link_gb_s=32.0)
     else:
         raise PlanError(
             f"gpu {name!r} is unknown{nearest(name, known_gpus())}; or give --gpu-hbm-gib and --gpu-tb-s for it"
@@ -90,12 +90,12 @@ def gpu(name: str, hbm_gib: float | None = None, hbm_tb_s: float | None = None, 
         if value is not None and value <= 0:
             raise PlanError(f"gpu {field} {value} must be above 0")
     return replace(
-        found,
-        hbm_gib=found.hbm_gib if hbm_gib is None else hbm_gib,
-        hbm_tb_s=found.hbm_tb_s if hbm_tb_s is None else hbm_tb_s,
-        bf16_tflops=found.bf16_tflops if tflops is None else tflops,
+        gpu,
+        hbm_gib=gpu.hbm_gib if hbm_gib is None else hbm_gib,
+        hbm_tb_s=gpu.hbm_tb_s if hbm_tb_s is None else hbm_tb_s,
+        bf16_tflops=gpu.bf16_tflops if tflops is None else tflops,
         # A peak given by hand stands for every format: nothing is known about its FP8 units.
-        fp8_tflops=found.fp8_tflops if tflops is None else 0.0,
+        fp8_tflops=gpu.fp8_tflops if tflops is None else 0.0,
     )
 
 

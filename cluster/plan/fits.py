@@ -75,18 +75,18 @@ def nearest_that_fits(plan: PoolPlan, count: int = 3) -> list[Alternative]:
         if len({move.field for move in group}) == size
     ]
     sets.sort(key=_base_cost)
-    found: list[tuple[float, frozenset[str], Alternative]] = []
+    best: list[tuple[float, frozenset[str], Alternative]] = []
     for group in sets:
         fields = frozenset(move.field for move in group)
-        if len(found) >= count and _base_cost(group) >= found[count - 1][0]:
+        if len(best) >= count and _base_cost(group) >= best[count - 1][0]:
             break
-        if any(seen <= fields for _, seen, _ in found):
+        if any(seen <= fields for _, seen, _ in best):
             continue
         alternative = _apply(plan, group)
         if alternative:
-            found.append((_base_cost(group) + _given_up(plan, alternative), fields, alternative))
-            found.sort(key=lambda entry: entry[0])
-    return [alternative for _, _, alternative in found[:count]]
+            best.append((_base_cost(group) + _given_up(plan, alternative), fields, alternative))
+            best.sort(key=lambda entry: entry[0])
+    return [alternative for _, _, alternative in best[:count]]
 
 
 def _base_cost(group: tuple[_Move, ...]) -> float:

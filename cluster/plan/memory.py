@@ -97,11 +97,11 @@ class PoolPlan:
 
     @cached_property
     def checkpoint_by_kind(self) -> dict[Kind, int]:
-        found: dict[Kind, int] = {}
+        by_kind: dict[Kind, int] = {}
         for tensor in tensors(self.arch, mtp=True):
             kind = Kind.MTP if tensor.layer is not None and tensor.layer >= self.arch.layers else tensor.kind
-            found[kind] = found.get(kind, 0) + self.settings.weights.tensor_bytes(tensor)
-        return found
+            by_kind[kind] = by_kind.get(kind, 0) + self.settings.weights.tensor_bytes(tensor)
+        return by_kind
 
     @property
     def even_share_bytes(self) -> float:
@@ -218,29 +218,29 @@ class PoolPlan:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why this cannot run as asked; empty when it fits."""
-        s, found = self.settings, _cpu_problems(self.arch, self.settings)
+        s, problems = self.settings, _cpu_problems(self.arch, self.settings)
         if s.context > self.arch.context:
-            found.append(
+            problems.append(
                 f"context {s.context:,} is above the {self.arch.context:,} tokens {self.arch.name} was made for"
             )
         if self.kv_bytes_gpu <= 0:
             work = self.activation_bytes + self.runtime_bytes
-            found.append(
+            problems.append(
                 f"weights {self.resident_bytes / GIB:.1f} GiB and workspace {work / GIB:.1f} GiB a GPU exceed the "
                 f"{self.usable_bytes / GIB:.1f} GiB that utilization {s.utilization:g} of {s.gpu.hbm_gib:g} GiB leaves"
             )
         elif s.blocks_override and s.blocks_override * self.tightest.page_bytes > self.kv_bytes_gpu:
             taken = s.blocks_override * self.tightest.page_bytes / GIB
-            found.append(
+            problems.append(
                 f"blocks_override {s.blocks_override} takes {taken:.2f} GiB, above the "
                 f"{self.kv_bytes_gpu / GIB:.2f} GiB of KV space"
             )
         elif self.requests_of(s.context) < s.concurrency:
-            found.append(
+            problems.append(
                 f"{s.concurrency} requests of {s.context:,} tokens do not fit: the pool holds {self.kv_tokens:,} "
                 f"tokens, {self.max_requests} such requests"
             )
-        return tuple(found)
+        return tuple(problems)
 
     @property
     def fits(self) -> bool:
@@ -251,12 +251,12 @@ def _cpu_problems(arch: Architecture, settings: PoolSettings) -> list[str]:
     """What vLLM 0.32's CPU build does not run, whatever the memory."""
     if not settings.gpu.is_cpu:
         return []
-    found = []
+    problems = []
     if arch.dsa:
-        found.append(f"{arch.name} has sparse attention, which the CPU build does not run")
+        problems.append(f"{arch.name} has sparse attention, which the CPU build does not run")
     elif arch.mla and settings.kv != "bf16":
-        found.append("kv fp8 with MLA: the CPU build wants a BF16 latent cache")
-    return found
+        problems.append("kv fp8 with MLA: the CPU build wants a BF16 latent cache")
+    return problems
 
 
 def activation_bytes(arch: Architecture, settings: PoolSettings) -> int:

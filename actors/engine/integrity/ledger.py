@@ -315,7 +315,7 @@ class Ledger:
         """Every law, checked against the pool as it is now; empty when all hold. `free_pages`: its free list."""
         free = list(free_pages)
         in_free = set(free)
-        found = (
+        broken = (
             [f"page {p} is in the free list twice" for p in in_free if free.count(p) > 1]
             if len(in_free) < len(free)
             else []
@@ -323,46 +323,46 @@ class Ledger:
         held = sum(1 for page in range(1, self.num_pages) if page not in in_free and page not in self._withheld)
         total = self.num_pages - 1
         if len(free) + held + len(self._withheld) != total:
-            found.append(f"free {len(free)} + held {held} + quarantined {len(self._withheld)} != total {total}")
+            broken.append(f"free {len(free)} + held {held} + quarantined {len(self._withheld)} != total {total}")
         counted: dict[int, int] = {}
         lives: dict[int, int] = {}
         for request_id, claim in self._claims.items():
             for position, (page, tag) in enumerate(zip(claim.pages, claim.tags)):
                 if not 0 < page < self.num_pages or self._tags[page] != tag:
-                    found.append(f"position {position} of {request_id} claims a past life of page {page}")
+                    broken.append(f"position {position} of {request_id} claims a past life of page {page}")
                     continue
                 counted[page] = counted.get(page, 0) + 1
                 if lives.setdefault(tag, page) != page:
-                    found.append(f"tag {tag:#x} names pages {lives[tag]} and {page}")
+                    broken.append(f"tag {tag:#x} names pages {lives[tag]} and {page}")
         for page in range(1, self.num_pages):
-            found += self._page_breaches(page, counted.get(page, 0), page in in_free)
-        return found
+            broken += self._page_breaches(page, counted.get(page, 0), page in in_free)
+        return broken
 
     def _page_breaches(self, page: int, claims: int, free: bool) -> list[str]:
-        refs, found = self._refs(page), []
+        refs, broken = self._refs(page), []
         if claims != self._num_claims[page]:
-            found.append(f"page {page} has {claims} claims, the count says {self._num_claims[page]}")
+            broken.append(f"page {page} has {claims} claims, the count says {self._num_claims[page]}")
         if refs < 0:
-            found.append(f"page {page} has {refs} references")
+            broken.append(f"page {page} has {refs} references")
         if refs < claims:
-            found.append(f"page {page} has {refs} references for {claims} claims ({self._names(page)})")
+            broken.append(f"page {page} has {refs} references for {claims} claims ({self._names(page)})")
         if free and (refs > 0 or claims):
-            found.append(f"page {page} is free with {refs} references and {claims} claims")
+            broken.append(f"page {page} is free with {refs} references and {claims} claims")
         if free and page in self._withheld:
-            found.append(f"page {page} is free and quarantined")
+            broken.append(f"page {page} is free and quarantined")
         if not free and refs <= 0 and page not in self._withheld:
-            found.append(f"page {page} has {refs} references and is not in the free list: lost")
-        return found
+            broken.append(f"page {page} has {refs} references and is not in the free list: lost")
+        return broken
 
     def idle_breaches(self, free_pages: Iterable[int]) -> list[str]:
         """`breaches`, and what must not be left when no request is alive."""
         free = list(free_pages)
-        found = self.breaches(free)
+        broken = self.breaches(free)
         if self._claims:
-            found.append(f"{len(self._claims)} requests still have claims: {sorted(self._claims)[:8]}")
+            broken.append(f"{len(self._claims)} requests still have claims: {sorted(self._claims)[:8]}")
         if (held := self.num_pages - 1 - len(free) - len(self._withheld)) != 0:
-            found.append(f"{held} pages are held by no request")
-        return found
+            broken.append(f"{held} pages are held by no request")
+        return broken
 
     def kept_breaches(self, forget: bool) -> list[Breach]:
         """The newest `BREACHES_KEPT` breaches that have not been forgotten."""

@@ -326,14 +326,14 @@ class CheckTracker:
 
     def audit(self, idle: bool, forget: bool = False) -> dict[str, Any]:
         free = self.guard.free_pages()
-        found = self.ledger.idle_breaches(free) if idle else self.ledger.breaches(free)
+        broken = self.ledger.idle_breaches(free) if idle else self.ledger.breaches(free)
         verdicts = list(self._reports)
         if forget:
             self._reports.clear()
         return {
             "mode": "check",
             "epoch": self.ledger.epoch,
-            "laws_broken": found,
+            "laws_broken": broken,
             "breaches": [_breach(b) for b in self.ledger.kept_breaches(forget)],
             "verdicts": verdicts,
             "spent_ns": self._spent_ns,
