@@ -3,6 +3,9 @@
 `Fp8Operators` stands in the place of `vllm._custom_ops` in vLLM's CPU attention backend: tokens are written as e4m3 by
 our own kernel, and vLLM's BF16 attention reads the step's pages after they were widened. The cache holds half the bytes
 and the same pages as with AVX-512; each step also converts every page that it reads, which costs time, not memory.
+
+The kernels are imported at their first use: vLLM looks through the attributes of all loaded modules when a worker
+starts (`vllm.triton_utils.dispatcher`), and fails at those of llvmlite.
 """
 
 from __future__ import annotations
@@ -10,8 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from kernels.cpu_fp8_cache import widen_blocks, write_tokens
 
 
 def is_needed() -> bool:
@@ -66,6 +67,8 @@ class Fp8Operators:
         kv_cache_dtype: str = "auto",
     ) -> None:
         if is_fp8(kv_cache_dtype):
+            from kernels.cpu_fp8_cache import write_tokens
+
             write_tokens(key, value, _whole(key_cache), slot_mapping, k_scale, v_scale)
         else:
             self._operators.cpu_attn_reshape_and_cache(
@@ -87,6 +90,8 @@ class Fp8Operators:
         **rest: Any,
     ) -> None:
         if is_fp8(kv_cache_dtype):
+            from kernels.cpu_fp8_cache import widen_blocks
+
             pages, block_table = widen_blocks(_whole(key_cache), block_table, seq_lens)
             blocks, heads, tokens, _ = pages.shape
             key_cache, value_cache = pages.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
