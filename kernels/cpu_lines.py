@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -27,6 +28,7 @@ from kernels.digest import BLOCK_BYTES, GOLDEN, MIX_A, MIX_B
 
 _WORD, _NUMBER, _HALF, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 _WORDS, _NUMBERS = ir.VectorType(_WORD, 8), ir.VectorType(_NUMBER, 16)
+_YMM = ir.VectorType(_BYTE, 32)
 _FLOATS, _HALVES, _BYTES = ir.VectorType(ir.FloatType(), 16), ir.VectorType(_HALF, 32), ir.VectorType(_BYTE, 64)
 
 COPY, TRUNCATE_SHIFT, NEAREST_SHIFT, TRUNCATE, NEAREST_PRODUCT, NEAREST = range(6)
@@ -35,6 +37,9 @@ with 1 / scale in float32. NEAREST: divided by the scale."""
 
 TOP, FLOOR = 0x43E0, 0x3C80 - 5 * 128
 """BF16 patterns of 448 and 2^-11; for a scale of 2^-k both less 128 k."""
+
+_FEATURES = llvm.get_host_cpu_features()
+NO_SHIFTS = bool(_FEATURES.get("avx2")) and not _FEATURES.get("avx512bw")  # of 16-bit lanes, each by its own count
 
 
 class _Lines:
@@ -65,10 +70,30 @@ class _Lines:
         least = self.call("llvm.umin.v32i16", _HALVES, magnitude, top)
         d = self.call("llvm.usub.sat.v32i16", _HALVES, least, floor)
         wide = b.shl(d, _all(_HALVES, 4))
+        if NO_SHIFTS:
+            normal = self.call("llvm.usub.sat.v32i16", _HALVES, wide, _all(_HALVES, 8192))
+            return self.call("llvm.umax.v32i16", _HALVES, b.lshr(self.shifted(d), _all(_HALVES, 1)), normal)
         significand = b.or_(b.and_(wide, _all(_HALVES, 0x7F0)), _all(_HALVES, 0x800))
         right = self.call("llvm.usub.sat.v32i16", _HALVES, _all(_HALVES, 5), b.lshr(d, _all(_HALVES, 7)))
         normal = self.call("llvm.usub.sat.v32i16", _HALVES, wide, _all(_HALVES, 8192))
         return self.call("llvm.umax.v32i16", _HALVES, b.lshr(significand, right), normal)
+
+    def shifted(self, d: Any) -> Any:
+        """The significand in 16ths, shifted left by the exponent: looked up as a factor, since AVX2 shifts no 16-bit
+        lane by its own count. From exponent 6 on the factor is of no account: the normal code is larger."""
+        b = self.builder
+        significand = b.or_(b.and_(d, _all(_HALVES, 0x7F)), _all(_HALVES, 0x80))
+        exponent = b.lshr(d, _all(_HALVES, 7))
+        factors = ir.Constant(_YMM, [1 << i if i < 6 else 0 for i in range(16)] * 2)
+        halves = []
+        for first in (0, 32):
+            part = ir.Constant(ir.VectorType(_NUMBER, 32), list(range(first, first + 32)))
+            values, which = (
+                b.shuffle_vector(b.bitcast(x, _BYTES), b.bitcast(x, _BYTES), part) for x in (significand, exponent)
+            )
+            factor = self.call("llvm.x86.avx2.pshuf.b", _YMM, factors, which)
+            halves.append(self.call("llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(_HALF, 16), values, factor))
+        return b.shuffle_vector(*halves, ir.Constant(ir.VectorType(_NUMBER, 32), list(range(32))))
 
     def nearest(self, x: Any, top: Any, floor: Any) -> Any:
         b = self.builder

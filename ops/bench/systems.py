@@ -34,7 +34,7 @@ from ops.bench import peers
 from ops.bench.facts import ROOT
 
 MARK = "PAGEFERRY_BENCH"
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 
 Say = Callable[[str], None]
