@@ -67,9 +67,11 @@ def test_a_rendered_serve_config_is_deployed(ports: tuple[int, int], tmp_path: P
     command = [sys.executable, "-m", "app.cli", "render", "serve", "local-scale", *settings, "--out", str(file)]
     subprocess.run([*command, "--route-prefix", "/rendered"], check=True, timeout=120)
     deploy = [str(Path(sys.executable).parent / "serve"), "deploy", "-a", f"http://127.0.0.1:{dashboard}", str(file)]
+    began = time.monotonic()
     done = subprocess.run(deploy, capture_output=True, text=True, timeout=120, env={**os.environ})
     assert done.returncode == 0, done.stdout + done.stderr
     wait_healthy(f"http://127.0.0.1:{http}/rendered")
+    print(f"`serve deploy`, asleep: ready after {time.monotonic() - began:.0f} s")
     assert controller_actor("pageferry") in actors()
     with pytest.raises(RuntimeError, match="--name pageferry: an application of this name is on the cluster"):
         Service(ClusterSpec.load("local-scale"), address="auto")._refuse_taken_name()

@@ -53,6 +53,7 @@ def service(spec: ClusterSpec) -> Iterator[Service]:
     try:
         made.start()
         made.wait_healthy(240)
+        print(made.welcome())
         yield made
     finally:
         made.stop()

@@ -163,8 +163,10 @@ def test_a_deployment_under_load_drops_nothing(site: Site, node: str) -> None:
 
 def test_two_models_behind_one_address(site: Site, node: str) -> None:
     settings = {"config": "local-cpu", **LIGHT, "model.name": "other", "frontend.port": site.http}
+    began = time.monotonic()
     handle = serve.run(build(settings), name="second", route_prefix="/second", blocking=False)
     wait_healthy(f"{site.url}/second")
+    print(f"`serve.run`: ready after {time.monotonic() - began:.0f} s")
     with Client(handle) as client:
         assert client.complete("The sea is", **ANSWER).usage.completion_tokens == 24
     models = {"smollm2": "pageferry", "other": "second"}

@@ -17,7 +17,9 @@ ENDED_S = 30
 @pytest.mark.timeout(480)
 def test_the_cpu_topology_becomes_ready_on_two_cores_and_ends_whole() -> None:
     with serve_run("app.main:build", "config=cluster/topologies/local-cpu.yaml") as run:
+        began = time.monotonic()
         run.wait_healthy()
+        print(f"`serve run`: ready after {time.monotonic() - began:.0f} s")
         with Client(URL) as client:
             assert client.chat("Name a colour.", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
         run.process.send_signal(signal.SIGTERM)
