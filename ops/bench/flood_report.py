@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from pathlib import Path
 from typing import Any
 
+POOLS = {"decode": "C0", "prefill": "C1"}
 HEAD = (
     "repeat",
     "seconds",
@@ -39,34 +42,64 @@ def table(record: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def moves(samples: list[dict[str, Any]]) -> list[tuple[float, str, str]]:
+    """When a target changed, from what to what, and the reason that the status gave then."""
+    found = []
+    for before, now in itertools.pairwise(samples):
+        for pool in POOLS:
+            was, is_now = before[pool]["target"], now[pool]["target"]
+            if None not in (was, is_now) and was != is_now:
+                found.append((now["at_s"], f"{pool} {was} to {is_now}", now[pool]["reason"]))
+    return found
+
+
 def draw(row: dict[str, Any], path: Path) -> None:
-    """Occupancy, target and replicas, queue, TTFT of one repeat over time."""
+    """Occupancy, targets and replicas, queue, TTFT of one repeat over time, with every move and its reason."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(4, 1, figsize=(9, 9), sharex=True, layout="constrained")
-    samples = row["samples"]
+    figure, axes = pyplot.subplots(4, 1, figsize=(11, 11), sharex=True, layout="constrained")
+    samples, good = row["samples"], [answer for answer in row["answers"] if not answer["error"]]
     seconds = [each["at_s"] for each in samples]
-    for pool, colour in (("decode", "C0"), ("prefill", "C1")):
-        held = [each[pool]["blocks_held"] / (each[pool]["blocks_total"] or 1) for each in samples]
+    for pool, colour in POOLS.items():
+        held = [100 * each[pool]["blocks_held"] / (each[pool]["blocks_total"] or 1) for each in samples]
         axes[0].plot(seconds, held, color=colour, label=pool)
-        for name, style in (("target", ":"), ("ready", "-")):
-            sizes = [each[pool][name] for each in samples]
-            axes[1].step(seconds, sizes, style, where="post", color=colour, label=f"{pool}, {name}")
-    axes[2].plot(seconds, [each["queue"] for each in samples], color="C2")
-    good = [answer for answer in row["answers"] if not answer["error"]]
+        for name, style in (("target", {"ls": "--"}), ("ready", {"lw": 2.5, "alpha": 0.6})):
+            sizes = [float("nan") if each[pool][name] is None else each[pool][name] for each in samples]
+            axes[1].step(seconds, sizes, where="post", color=colour, label=f"{pool}, {name}", **style)
+    draining = [each["decode"]["draining"] for each in samples]
+    axes[1].fill_between(seconds, draining, step="post", color="C0", alpha=0.15, label="decode, leaving")
+    axes[2].fill_between(seconds, [each["queue"] for each in samples], step="post", color="C2", alpha=0.6)
     for first, colour, label in ((False, "C3", "flood"), (True, "C4", "streams that go on")):
         mine = [answer for answer in good if (answer["index"] >= 1_000) is first]
-        axes[3].scatter([a["start_s"] for a in mine], [a["ttft_s"] for a in mine], s=12, color=colour, label=label)
-    for axis, name in zip(axes, ("KV occupancy", "replicas", "requests in the queue", "TTFT, s")):
+        axes[3].scatter([a["start_s"] for a in mine], [a["ttft_s"] for a in mine], s=14, color=colour, label=label)
+    names = ("KV pages held, %", "replicas", "requests in the queue", "TTFT, s, by when it was asked")
+    for axis, name in zip(axes, names):
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
-    axes[0].set_ylim(0, 1)
+        axis.set_ylim(bottom=0)
+    axes[0].set_ylim(0, 100)
+    axes[1].set_yticks(range(1 + max(each[pool]["ready"] for each in samples for pool in POOLS)))
     for axis in (axes[0], axes[1], axes[3]):
-        axis.legend(fontsize=8)
-    axes[3].set_xlabel("seconds since the flood began")
+        axis.legend(fontsize=8, loc="upper right")
+    axes[3].set_xlabel("\n".join(["seconds since the flood began", *_marked(axes, samples)]), fontsize=9)
+    figure.suptitle(
+        f"{row['requests']} requests, {row['lost']} lost; {row['scale_downs']} scale-downs of decode, "
+        f"{row['streams_cut']} of {row['streams_while_leaving']} streams cut", fontsize=11,
+    )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _marked(axes: Any, samples: list[dict[str, Any]]) -> list[str]:
+    """A line in every panel at each move; returns what each number stands for."""
+    lines = []
+    for number, (at_s, what, reason) in enumerate(moves(samples), 1):
+        for axis in axes:
+            axis.axvline(at_s, color="black", lw=0.8, ls=":")
+        axes[0].text(at_s, 101, str(number), ha="center", fontsize=9)
+        lines += textwrap.wrap(f"{number}: {at_s:.0f} s, {what}: {reason}", 125)
+    return lines

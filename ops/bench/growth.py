@@ -158,7 +158,7 @@ def write(out: Path, made: dict[str, Any]) -> None:
         f"{n} frontend{'s' * (n > 1)}": series(rows, n, "cpu_ms_a_request") for n in {r["frontends"] for r in rows}
     }
     picture.growth(panels, "CPU ms a request", f"{made['command']}\n{facts.one_line(made)}", drawn)
-    text = pages.page("Growth", made["command"], [made["commit"]], out, INTRO, table(rows), drawn)
+    text = pages.page("Growth", made["command"], [made], out, INTRO, table(rows), drawn)
     out.with_suffix(".md").write_text(text)
 
 
