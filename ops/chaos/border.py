@@ -217,9 +217,47 @@ def _interval(found: Any) -> list[float]:
     return [round(value, 3) for value in (found.value, found.low, found.high)]
 
 
+def page(record: dict[str, Any], raw: str) -> str:
+    """Markdown. `raw`: the raw file's name, beside the page."""
+    found = record["summary"]
+    lines = [
+        "# What slow, idle and huge clients do to the others",
+        "",
+        f"`{record['command']}`: {facts.one_line(record)}.",
+        "",
+        "One service of the demo model. In each round, in turned order: no other client (calm), the same again (the "
+        f"noise), {NUM_SLOW} clients that send a head or a body a byte a second, {NUM_IDLE:,} connections that say "
+        f"nothing, and {NUM_LARGE} that send {BODY_BYTES >> 20} MB. Meanwhile one client asks for eight tokens again "
+        "and again, each time on a new connection. Ratios are to the calm arm of the same round, with 95 % intervals over "
+        "rounds; memory is the resident memory of all the service's processes. "
+        f"Raw data: `{raw}`.",
+        "",
+        "| arm | asked | answered | p50 | p99 | p50 ratio | p99 ratio | memory at most |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for arm, each in found.items():
+        ratios = [_ratio(each.get(name)) for name in ("p50_ratio", "p99_ratio")]
+        lines.append(
+            f"| {arm} | {each['asked']} | {each['answered_200']} | {1000 * each['p50_s']:.0f} ms | "
+            f"{1000 * each['p99_s']:.0f} ms | {' | '.join(ratios)} | {each['memory_mib_max']:,.0f} MiB |"
+        )
+    lines += ["", "What the others' connections came to:", ""]
+    for arm, each in found.items():
+        if each["connections"]:
+            ends = ", ".join(f"{what} {number:,}" for what, number in sorted(each["connections"].items()))
+            lines.append(f"- {arm}: {ends}")
+    return "\n".join(lines) + "\n"
+
+
+def _ratio(interval: list[float] | None) -> str:
+    return "-" if interval is None else f"{interval[0]:.2f} ({interval[1]:.2f} to {interval[2]:.2f})"
+
+
 def main(argv: list[str]) -> int:
     make = argparse.ArgumentParser(prog="python -m ops.chaos.border", description=(__doc__ or "").split("\n")[0])
-    make.add_argument("--out", type=Path, required=True, help="JSON file with every time")
+    make.add_argument(
+        "--out", type=Path, required=True, help="JSON file with every time; its page is written beside it"
+    )
     make.add_argument("--rounds", type=int, default=5)
     make.add_argument("--asks", type=int, default=ASKS)
     make.add_argument("--port", type=int, default=8012)
@@ -228,12 +266,13 @@ def main(argv: list[str]) -> int:
     service = Service(ClusterSpec.load("local-cpu", {"frontend.port": args.port}), None)
     try:
         service.start()
-        service.wait_healthy(300)
+        service.wait_healthy(600)
         rows = asyncio.run(rounds(service, args.rounds, args.asks))
     finally:
         service.stop()
     record |= {"summary": summary(rows), "rows": rows}
     args.out.write_text(json.dumps(record, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(page(record, args.out.name))
     print(json.dumps(record["summary"], indent=1))
     whole = all(each["asked"] == each["answered_200"] for each in record["summary"].values())
     return 0 if whole else 1

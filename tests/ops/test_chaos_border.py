@@ -27,7 +27,7 @@ async def echo(request: Request) -> JSONResponse:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    access = Access(frontend=FrontendSpec(body_wait_s=2.0))
+    access = Access(frontend=FrontendSpec(body_wait_s=8.0))
     app = RequestFilter(Starlette(routes=[Route("/v1/completions", echo, methods=["POST"])]), access)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -60,3 +60,8 @@ def test_the_summary_compares_within_rounds() -> None:
     assert found["slow"]["asked"] == found["slow"]["answered_200"] == 20 and found["idle"]["memory_mib_max"] == 101.0
     assert found["idle"]["connections"] == {"idle: closed": 6}
     json.dumps(found)
+    machine = {"cpu": "c", "cores": 2, "memory_gib": 1.0, "features": ["avx2"], "load_at_start": [1.0]}
+    facts = {"date": "d", "commit": "c0ffee", "machine": machine, "packages": {}, "command": "python -m x"}
+    text = border.page(facts | {"summary": found}, "border.json")
+    assert "| slow | 20 | 20 | 3000 ms | 4500 ms | 1.50 (1.50 to 1.50) | 1.50 (1.50 to 1.50) | 101 MiB |" in text
+    assert "- idle: idle: closed 6" in text and "`border.json`" in text
