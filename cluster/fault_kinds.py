@@ -22,6 +22,7 @@ class Guard(StrEnum):
     SEALS = "seals"
     HAND_OVER = "hand_over"  # its deadline, and the state of the request
     LEDGER = "ledger"
+    PROOFS = "proofs"  # the count of steps without one
 
 
 class Side(StrEnum):
@@ -32,7 +33,7 @@ class Side(StrEnum):
     SCHEDULER = "scheduler"
 
 
-TAGS, LIVES, SEALS, HAND_OVER, LEDGER = Guard
+TAGS, LIVES, SEALS, HAND_OVER, LEDGER, PROOFS = Guard
 WORKER, PREFILL, SCHEDULER = Side
 
 
@@ -56,10 +57,12 @@ class PageFault(StrEnum):
     PAGE_PERMUTATION = "page_permutation", SEALS, WORKER, True, "two pages of a ticket are swapped in staging"
     TOKEN_PERMUTATION = "token_permutation", SEALS, WORKER, True, "two tokens of a page are swapped in staging"
     TRUNCATED_PAGE = "truncated_page", SEALS, WORKER, True, "the end of a page never reached staging"
+    STAGING_REVOKED = "staging_revoked", SEALS, WORKER, False, "a ticket's staging bytes are gone before they are read"
     WRONG_SCALE = "wrong_scale", SEALS, PREFILL, False, "prefill converts with other scales than decode reads with"
     SEAL_LOST = "seal_lost", HAND_OVER, PREFILL, False, "the seal of a ticket is lost"
     SEAL_LATE = "seal_late", HAND_OVER, PREFILL, False, "the seal comes after the deadline"
     SEAL_DUPLICATED = "seal_duplicated", HAND_OVER, PREFILL, False, "the seal comes twice"
+    PROOF_LOST = "proof_lost", PROOFS, WORKER, False, "for a time the worker's answers to steps hold no proof"
     PAGE_FREED_EARLY = "page_freed_early", LEDGER, SCHEDULER, True, "a page goes back to the free list while it is read"
     SHARED_PAGE_FREED_EARLY = "shared_page_freed_early", LEDGER, SCHEDULER, True, "a shared page loses a reference"
 

@@ -20,6 +20,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from actors.engine.connector import FerryConnector
+from actors.engine.integrity.tracker import Proof
 from actors.engine.metadata import OpenJob
 from actors.engine.orders import SealParams
 from actors.engine.runner_view import RunnerView
@@ -62,6 +63,7 @@ class Faults:
     _tickets: dict[int, Armed] = field(default_factory=dict)
     _held: dict[int, _Held] = field(default_factory=dict)
     _earlier: torch.Tensor | None = None
+    _blind_until: float = 0.0  # on the monotonic clock
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Faults | None:
@@ -127,6 +129,16 @@ class Faults:
         else:
             raise FaultError(f"fault {kind!r} is none of the block tables")
         return rng.choice(choices) if choices else None
+
+    def lose_proofs(self, kind: str, trial: int, seconds: float) -> dict[str, Any]:
+        """No step is proven for so long."""
+        self.rng(kind, trial)
+        self._blind_until = time.monotonic() + seconds
+        return self._did(kind=kind, fired=True, seconds=seconds)
+
+    @property
+    def loses_proofs(self) -> bool:
+        return time.monotonic() < self._blind_until
 
     # -- the transfer, in the workers
 
@@ -204,6 +216,13 @@ class Faults:
             pages[page, keep:] = 0
         self._did(**done)
 
+    def revokes(self, ticket_id: int) -> bool:
+        """Decode, before it looks at the bytes; True: they are not this ticket's any more."""
+        if self._take(ticket_id, PageFault.STAGING_REVOKED) is None:
+            return False
+        self._did(kind=PageFault.STAGING_REVOKED, fired=True, ticket_id=ticket_id)
+        return True
+
     def hold_landing(self, job: Any, pages: torch.Tensor, cancelled: Any) -> None:
         """Decode, before pages are verified: keeps a copy of the landing and waits until its request is aborted."""
         ticket_id = job.order.hand_over.ticket_id
@@ -279,6 +298,9 @@ class FaultyWorker(FerryConnectorWorker):
         if self.faults.on_sealed(message, super()._send_seal):
             super()._send_seal(message)
 
+    def _open_view(self, job: OpenJob, view: memoryview | None) -> tuple[dict[Verdict, int], int]:
+        return super()._open_view(job, None if self.faults.revokes(job.order.hand_over.ticket_id) else view)
+
     def _land(self, job: OpenJob, pages: torch.Tensor) -> dict[Verdict, int]:
         assert self.layout is not None
         self.faults.on_staging(job, pages, self.layout)
@@ -310,6 +332,10 @@ class FaultInjectingConnector(FerryConnector):
         if isinstance(self.worker, FaultyWorker):
             self.worker.faults = faults
 
+    def build_connector_worker_meta(self) -> Proof | None:
+        proof = super().build_connector_worker_meta()
+        return None if self.faults.loses_proofs else proof
+
     def utilities(self) -> dict[str, Callable[..., Any]]:
         scheduler = self.scheduler
         assert scheduler is not None
@@ -324,11 +350,14 @@ class FaultInjectingConnector(FerryConnector):
 
 class FaultInjectingExtension(FerryWorkerExtension):
     def pageferry_fault(self, kind: str, trial: int, target: str | int, more: float = 0) -> dict[str, Any]:
-        """`target`: the victim's request id (block tables, tags; `more` is the first position to spoil), or a ticket id
-        (what is on its way; `more` is a late seal's delay in seconds)."""
+        """`target`: a request id (block tables, tags; `more` is the first position to spoil; proofs; `more` is
+        the seconds for which they are lost), or a ticket id (what is on its way; `more` is a late seal's delay in
+        seconds)."""
         connector = _connector()
         if isinstance(target, str):
             assert connector.view is not None and connector.worker is not None
+            if kind == PageFault.PROOF_LOST:
+                return connector.faults.lose_proofs(kind, trial, more)
             return connector.faults.on_tables(kind, trial, target, connector.view, connector.worker.check, int(more))
         return connector.faults.arm(kind, trial, target, more)
 

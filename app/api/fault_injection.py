@@ -14,7 +14,7 @@ from actors.messages import ReplicaId
 from app.request.core_client import FerryCoreClient
 from cluster.fault_kinds import Guard, Side, page_fault
 
-AT_ONCE = (Guard.TAGS, Guard.LEDGER)  # of the kinds whose victim is a request in an engine; others have a ticket
+AT_ONCE = (Guard.TAGS, Guard.LEDGER, Guard.PROOFS)  # their victim is a request in an engine; others have a ticket
 
 Plant = Callable[[bool, ReplicaId, str, int, "str | int", float], Awaitable[dict[str, Any]]]
 

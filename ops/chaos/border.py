@@ -228,9 +228,8 @@ def page(record: dict[str, Any], raw: str) -> str:
         "One service of the demo model. In each round, in turned order: no other client (calm), the same again (the "
         f"noise), {NUM_SLOW} clients that send a head or a body a byte a second, {NUM_IDLE:,} connections that say "
         f"nothing, and {NUM_LARGE} that send {BODY_BYTES >> 20} MB. Meanwhile one client asks for eight tokens again "
-        "and again, each time on a new connection. Ratios are to the calm arm of the same round, with 95 % intervals over "
-        "rounds; memory is the resident memory of all the service's processes. "
-        f"Raw data: `{raw}`.",
+        "and again, each time on a new connection. Ratios are to the calm arm of the same round, with 95 % intervals "
+        f"over rounds; memory is the resident memory of all the service's processes. Raw data: `{raw}`.",
         "",
         "| arm | asked | answered | p50 | p99 | p50 ratio | p99 ratio | memory at most |",
         "|---|---|---|---|---|---|---|---|",

@@ -37,7 +37,7 @@ class BlockPoolHooks:
         self._on_life = on_life
         self._on_released = on_released
         self._scrub_at = 1
-        self._quarantine_max = max(1, int(QUARANTINED_SHARE_MAX * ledger.num_pages))
+        self._quarantine_max = max(1, int(QUARANTINED_SHARE_MAX * (ledger.num_pages - 1)))
         self.blind_to: set[int] = set()  # pages that fault injection takes past the screen below
         pool = self.pool
         self._chained, pool.metrics_collector = pool.metrics_collector, self

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import sys
 import tempfile
 import time
@@ -20,20 +21,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app.api.keys import API_KEYS
 from app.commands.serve import Service
-from cluster.fault_kinds import PageFault
 from cluster.metrics import TABLE
 from cluster.spec import ClusterSpec
 from ops.bench import facts
 from ops.browser import CHROMIUM, TEXT, Browser
 from ops.chaos.alerts.page import page
-from ops.chaos.alerts.stages import STAGES, Stage, Staging
+from ops.chaos.alerts.stages import STAGED, STAGES, Stage, Staging
 from ops.chaos.alerts.watch import Watch
 from ops.grafana.dashboards import DASHBOARDS
 from ops.grafana.draw import draw
 from ops.prometheus.local import INSTALLED, SHIPPED, Prometheus, prometheus
 
-WINDOW, HOLD, EVERY = "30s", "4s", "2s"
+WINDOW, HOLD, EVERY = "40s", "4s", "4s"
 NO_CONTROLLER = "PageferryNoController"
 SETTINGS: dict[str, Any] = {
     "pools.decode.max_replicas": 2,
@@ -42,23 +43,25 @@ SETTINGS: dict[str, Any] = {
     "pools.prefill.max_num_batched_tokens": 256,
     "model.max_model_len": 2048,
     "integrity.mode": "check",
-    "integrity.policy": "fail",
-    "faults.kinds": [str(PageFault.TABLE_FREE_PAGE), str(PageFault.BIT_FLIP), str(PageFault.PAGE_FREED_EARLY)],
+    "integrity.policy": "retry",
+    "faults.kinds": [str(fault) for fault in STAGED],
     "faults.seed": 5,
     "admission.occupancy_limit": 1.0,
     "admission.queue_max": 8,
-    "transfer.staging_bytes_max": 14 << 20,
+    "admission.local_prefill_max_tokens": 0,
+    "transfer.staging_bytes_max": 14_942_208,  # four prompts of 300 tokens, or one of 1,200
+    "frontend.tenants": {"small": {"requests_per_minute": 5}},
 }
+TENANTS = ("acme", "small")
+PAGES = (("page", 1280, "light"), ("page-dark", 1280, "dark"), ("page-phone", 390, "dark"))
 
 
 def _shown(watch: Watch, stage: Stage, since: float, firing: set[str]) -> bool:
     return watch.all_fired(stage.alerts, since)
 
 
-def run(
-    service: Service, watch: Watch, stages: tuple[Stage, ...], record: dict[str, Any], seconds: float, out: Path
-) -> None:
-    staging = Staging(service, watch)
+def run(staging: Staging, stages: tuple[Stage, ...], record: dict[str, Any], seconds: float, out: Path) -> None:
+    watch = staging.watch
     rows: list[dict[str, Any]] = []
     for stage in stages:
         began = watch.now
@@ -100,7 +103,6 @@ def row(watch: Watch, alert: str, stage: Stage, began: float, ended: float) -> d
     return {
         "alert": alert,
         "stage": stage.name,
-        "how": stage.how,
         "what": stage.what,
         "fired_after_s": fired,
         "cleared_after_s": None if fired is None else watch.clear_after(alert, began + fired, ended),
@@ -117,33 +119,43 @@ def never_moved(watching: Prometheus, seconds: float) -> list[str]:
     return found
 
 
-def pictures(service: Service, watching: Prometheus, began: float, out: Path) -> None:
+def pictures(staging: Staging, watching: Prometheus, began: float, out: Path) -> None:
     for board in DASHBOARDS:
-        filled = draw(board, watching.url, began, time.time(), "20s", out / f"{board.uid}.png")
+        filled = draw(board, watching.url, began, time.time(), "40s", out / f"{board.uid}.png")
         say(f"{board.uid}: {filled} of {len(board.panels)} panels have data")
     if CHROMIUM is None:
         return
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Browser(Path(folder))) as browser:
-        for name, width in (("page", 1280), ("page-phone", 390)):
+    with (
+        staging.several(6, 12, 400),
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(Browser(Path(folder))) as browser,
+    ):
+        for name, width, scheme in PAGES:
             browser.width(width, 1000)
-            browser.call("Page.navigate", url=f"{service.url}/pageferry")
+            browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            browser.call("Page.navigate", url=f"{staging.service.url}/pageferry")
             browser.wait(f"{TEXT}.includes('up to date')", 60)
             browser.picture(out / f"{name}.png")
+            browser.value("localStorage.clear()")
 
 
 def main(argv: list[str]) -> int:
     make = argparse.ArgumentParser(prog="python -m ops.chaos.alerts.cli", description=(__doc__ or "").split("\n")[0])
     make.add_argument("--out", type=Path, required=True, help="folder for alerts.json and the pictures")
     make.add_argument(
-        "--seconds", type=float, default=480.0, help="no stage begins after this; a run takes minutes more"
+        "--seconds", type=float, default=900.0, help="no stage begins after this; a run takes minutes more"
     )
-    make.add_argument("--first", type=int, default=1, choices=range(1, len(STAGES) + 1), help="stage to begin with")
+    names = "; ".join(stage.name for stage in STAGES)
+    make.add_argument("--stages", nargs="+", metavar="NAME", help=f"only those whose name has this in it: {names}")
     make.add_argument("--port", type=int, default=8011)
     args = make.parse_args(argv)
     if not INSTALLED:
         print("no prometheus on this machine: apt-get install prometheus", file=sys.stderr)
         return 2
+    stages = tuple(s for s in STAGES if not args.stages or any(name in s.name for name in args.stages))
     args.out.mkdir(parents=True, exist_ok=True)
+    keys = {tenant: f"pf-{secrets.token_urlsafe(24)}" for tenant in TENANTS}
+    os.environ[API_KEYS] = ",".join(f"{tenant}={key}" for tenant, key in keys.items())
     os.environ["RAY_metrics_report_interval_ms"] = "2000"  # noqa: SIM112 - Ray's own spelling
     spec = ClusterSpec.load("local-cpu", SETTINGS | {"frontend.port": args.port})
     service = Service(spec, None)
@@ -156,13 +168,14 @@ def main(argv: list[str]) -> int:
             with prometheus(Path(folder), targets, WINDOW, HOLD, EVERY) as watching:
                 watch = Watch(watching, say)
                 watch.start()
-                service.wait_healthy(300)
+                service.wait_healthy(600)
                 watch.wait(lambda firing: watch.after(NO_CONTROLLER, 0.0, False) is not None, 60)
-                run(service, watch, STAGES[args.first - 1 :], record, args.seconds, args.out)
+                staging = Staging(service, watch, keys)
+                run(staging, stages, record, args.seconds, args.out)
                 record["series_that_never_moved"] = never_moved(watching, time.time() - began)
                 watch.stop()
                 (args.out / "alerts.json").write_text(json.dumps(record, indent=1) + "\n")
-                pictures(service, watching, began, args.out)
+                pictures(staging, watching, began, args.out)
                 shown = sorted(file.name for file in args.out.glob("*.png"))
                 args.out.with_suffix(".md").write_text(page(record, args.out.name, shown))
         finally:

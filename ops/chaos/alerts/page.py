@@ -25,9 +25,8 @@ def page(record: dict[str, Any], folder: str, pictures: Sequence[str] = ()) -> s
         "|---|---|---|---|",
     ]
     for row in record["table"]:
-        how = " (no fault)" if row["how"] == "metrics" else ""
         fired, cleared = (_seconds(row[name]) for name in ("fired_after_s", "cleared_after_s"))
-        lines.append(f"| `{row['alert']}` | {row['what']}{how} | {fired} | {cleared} |")
+        lines.append(f"| `{row['alert']}` | {row['what']} | {fired} | {cleared} |")
     if record["not_shown"]:
         lines += ["", f"Not shown in this run: {', '.join(record['not_shown'])}."]
     lines += ["", _unexpected(record)]

@@ -17,81 +17,89 @@ import requests
 
 from app.commands.serve import Service
 from cluster.fault_kinds import PageFault
-from cluster.metrics import BY_NAME, Emitter
 from ops.chaos.alerts.watch import Watch
 
-STORY = "The old lighthouse keeper climbed the winding stairs each evening to light the lamp. "
-STAGED = {"pool": "decode", "replica": "staged"}
+SENTENCE = "The old lighthouse keeper climbed the winding stairs each evening to light the lamp. "
+# Continued elsewhere it would not be the same answer, so a mix-up ends it under policy `retry` too.
+NOT_CONTINUED = {"presence_penalty": 0.5, "temperature": 1.0}
+STAGED = (
+    PageFault.TABLE_FREE_PAGE,
+    PageFault.BIT_FLIP,
+    PageFault.PAGE_FREED_EARLY,
+    PageFault.PROOF_LOST,
+    PageFault.STAGING_REVOKED,
+    PageFault.LATE_LANDING,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`how`: service (a real fault in it) or metrics (the shipped metrics code counts what is not staged here)."""
+    """`alerts`: those that have to fire in it; none where it only moves metrics."""
 
     name: str
     alerts: tuple[str, ...]
     what: str
     act: Callable[[Staging], None]
-    how: str = "service"
     wait_s: float = 60.0
 
 
 class Staging:
-    """A running service and what the stages do to it."""
+    """A running service and what the stages do to it. `keys`: by tenant."""
 
-    def __init__(self, service: Service, watch: Watch) -> None:
+    def __init__(self, service: Service, watch: Watch, keys: dict[str, str]) -> None:
         self.service = service
         self.watch = watch
+        self.keys = keys
         self.answers: list[int] = []
         self._number = 0
 
-    def complete(self, words: int, tokens: int, name: str = "", **more: Any) -> int:
+    def complete(
+        self, sentences: int, tokens: int, name: str = "", tenant: str = "acme", prompt: str = "", **more: Any
+    ) -> int:
         """The status of one request; 0 when the connection broke."""
         self._number += 1
-        body = {"model": "smollm2", "prompt": f"{self._number}. " + STORY * words, "max_tokens": tokens, **more}
+        text = prompt or f"{self._number}. " + SENTENCE * sentences
+        body = {"model": "smollm2", "prompt": text, "max_tokens": tokens, **more}
         body.setdefault("ignore_eos", True)
+        headers = {"Authorization": f"Bearer {self.keys[tenant]}"} | ({"X-Request-Id": name} if name else {})
         try:
-            answer = requests.post(
-                f"{self.service.url}/v1/completions",
-                json=body,
-                headers={"X-Request-Id": name} if name else {},
-                timeout=300,
-            )
+            answer = requests.post(f"{self.service.url}/v1/completions", json=body, headers=headers, timeout=300)
             self.answers.append(answer.status_code)
             return answer.status_code
         except requests.RequestException:
             self.answers.append(0)
             return 0
 
-    def several(self, number: int, words: int, tokens: int, **more: Any) -> ThreadPoolExecutor:
-        """In the background; leaving the pool waits for the answers."""
+    def several(self, number: int, sentences: int, tokens: int, name: str = "", **more: Any) -> ThreadPoolExecutor:
+        """In the background; leaving the pool waits for the answers. With a `name` they are name-0-, name-1-, ..."""
         pool = ThreadPoolExecutor(number)
-        for _ in range(number):
-            pool.submit(self.complete, words, tokens, **more)
+        for each in range(number):
+            pool.submit(self.complete, sentences, tokens, f"{name}-{each}-" if name else "", **more)
         return pool
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = requests.get(f"{self.service.url}/status", timeout=30).json()
         return found
 
-    def plant(self, kind: str, victim: str, seconds: float = 30.0) -> None:
+    def plant(self, kind: str, victim: str, more: float = 0.0, seconds: float = 30.0) -> None:
         """Tries until the victim is where the fault can happen. Raises when it never is."""
         until = time.monotonic() + seconds
         answered = ""
         while time.monotonic() < until:
-            answer = requests.post(f"{self.service.url}/faults", json={"kind": kind, "victim": victim}, timeout=20)
+            body = {"kind": kind, "victim": victim, "more": more}
+            answer = requests.post(f"{self.service.url}/faults", json=body, timeout=20)
             answered = answer.text
             if answer.status_code == 200 and (answer.json().get("fired") or "armed" in answer.json()):
                 return
             time.sleep(0.05)
         raise RuntimeError(f"{kind} was not planted in {seconds:g} s: {answered[:300]}")
 
-    def hurt(self, kind: str, words: int, tokens: int) -> None:
+    def hurt(self, kind: str, sentences: int, tokens: int, more: float = 0.0, **body: Any) -> None:
         """One request with that fault in it."""
         name = f"victim-{kind}-{self._number}"
-        victim = threading.Thread(target=self.complete, args=(words, tokens, name))
+        victim = threading.Thread(target=self.complete, args=(sentences, tokens, name), kwargs=body)
         victim.start()
-        self.plant(kind, name)
+        self.plant(kind, name, more)
         victim.join()
 
 
@@ -99,6 +107,10 @@ class Staging:
 
 
 def page_mix_up(staging: Staging) -> None:
+    staging.hurt(PageFault.TABLE_FREE_PAGE, 12, 200, **NOT_CONTINUED)
+
+
+def run_again(staging: Staging) -> None:
     staging.hurt(PageFault.TABLE_FREE_PAGE, 12, 200)
 
 
@@ -107,32 +119,50 @@ def bad_bytes(staging: Staging) -> None:
         staging.hurt(PageFault.BIT_FLIP, 60, 4)
 
 
+def bytes_gone(staging: Staging) -> None:
+    for _ in range(3):
+        staging.hurt(PageFault.STAGING_REVOKED, 60, 4)
+
+
 def freed_early(staging: Staging) -> None:
     staging.hurt(PageFault.PAGE_FREED_EARLY, 30, 250)
 
 
-def staged_counters(staging: Staging) -> None:
-    emitter = Emitter(ray.util.metrics, application=staging.service.application)
-    counters = {
-        "pageferry_engine_integrity_steps_unproven_total": STAGED,
-        "pageferry_pages_opened_total": {"verdict": "missing"},
-    }
-    for name, labels in counters.items():
-        emitter.zero([BY_NAME[name]], **labels)
-    emitter.set("pageferry_engine_integrity_unproven_s", 0.0, **STAGED)
-    emitter.set("pageferry_engine_integrity_quarantined_share", 0.0, **STAGED)
-    time.sleep(8)  # the zeros have to be seen
-    emitter.set("pageferry_engine_integrity_unproven_s", 12.0, **STAGED)
-    emitter.set("pageferry_engine_integrity_quarantined_share", 0.07, **STAGED)
-    wanted = ("PageferryCheckStopped", "PageferryStepsUnproven", "PageferryPagesMissing", "PageferryQuarantineFills")
-    began = staging.watch.now
-    for _ in range(20):
-        for name, labels in counters.items():
-            emitter.count(name, 1.0, **labels)
-        if staging.watch.wait(lambda _: staging.watch.all_fired(wanted, began), 2.0):
+def no_proofs(staging: Staging) -> None:
+    """While proofs are lost a request runs, and one after that is proven again."""
+    staging.hurt(PageFault.PROOF_LOST, 12, 300, more=20.0)
+    staging.watch.wait(lambda firing: "PageferryCheckStopped" in firing, 40)
+    while not staging.watch.wait(lambda firing: "PageferryCheckStopped" not in firing, 3.0):
+        staging.complete(2, 8)
+
+
+def fill_quarantine(staging: Staging) -> None:
+    """Sixteen at once, so that the engine stands still before it gives the first pages back."""
+    for turn in range(3):
+        with staging.several(16, 2, 250, f"mixed-{turn}", **NOT_CONTINUED), ThreadPoolExecutor(16) as planting:
+            time.sleep(1.0)
+            for each in range(16):
+                planting.submit(staging.plant, PageFault.TABLE_FREE_PAGE, f"mixed-{turn}-{each}-")
+        if staging.watch.wait(lambda firing: "PageferryQuarantineFills" in firing, 10):
             break
-    emitter.set("pageferry_engine_integrity_unproven_s", 0.0, **STAGED)
-    emitter.set("pageferry_engine_integrity_quarantined_share", 0.0, **STAGED)
+    while not staging.watch.wait(lambda firing: "PageferryQuarantineFills" not in firing, 5.0):
+        staging.complete(2, 60)  # steps, in which the oldest pages are given back
+
+
+def landings_held(staging: Staging) -> None:
+    """Decode holds six landings for five seconds each, one after the other; four fit into staging."""
+    with staging.several(6, 20, 2, "landing"):
+        for each in range(6):
+            with contextlib.suppress(RuntimeError):  # it has landed already
+                staging.plant(PageFault.LATE_LANDING, f"landing-{each}-", seconds=3.0)
+
+
+def clients(staging: Staging) -> None:
+    """One tenant asks more often than it may, and another sends the same prompt twice."""
+    for _ in range(8):
+        staging.complete(1, 2, tenant="small")
+    for _ in range(2):
+        staging.complete(0, 4, prompt=SENTENCE * 40)
 
 
 def no_room(staging: Staging) -> None:
@@ -212,11 +242,12 @@ def kill_decode(staging: Staging) -> None:
 
 STAGES = (
     Stage(
-        "a page mix-up under policy fail",
+        "a page mix-up",
         ("PageferryPageMixUp", "PageferryRequestsFail"),
-        "one entry of a block table names a free page; the request fails",
+        "one entry of a block table names a free page; the request, which cannot be continued elsewhere, fails",
         page_mix_up,
     ),
+    Stage("a mix-up that is run again", (), "the same, and the request is run again", run_again, wait_s=0),
     Stage(
         "pages with a flipped bit",
         ("PageferryPageNotVerified", "PageferryDecodeRecomputes"),
@@ -225,11 +256,31 @@ STAGES = (
     ),
     Stage("a page freed early", ("PageferryLedgerBroken",), "it goes back to the pool while it is read", freed_early),
     Stage(
-        "counters of what is not staged here",
-        ("PageferryCheckStopped", "PageferryStepsUnproven", "PageferryPagesMissing", "PageferryQuarantineFills"),
-        "the shipped metrics code counts it, in the service's Ray",
-        staged_counters,
-        "metrics",
+        "no proofs",
+        ("PageferryCheckStopped", "PageferryStepsUnproven"),
+        "the worker's answers hold no proof for 20 s while a request runs",
+        no_proofs,
+    ),
+    Stage(
+        "pages gone from staging",
+        ("PageferryPagesMissing",),
+        "three requests' staging bytes are gone before decode reads them",
+        bytes_gone,
+    ),
+    Stage(
+        "sixteen page mix-ups at once",
+        ("PageferryQuarantineFills",),
+        "a block table entry of each of 16 requests names a free page",
+        fill_quarantine,
+    ),
+    Stage(
+        "landings are held",
+        ("PageferryStagingFull",),
+        "decode holds six landings for 5 s each, one after the other; four fit into staging",
+        landings_held,
+    ),
+    Stage(
+        "clients at their limits", (), "more requests a minute than allowed; the same prompt twice", clients, wait_s=0
     ),
     Stage(
         "no room for a replica",
@@ -245,7 +296,7 @@ STAGES = (
     ),
     Stage(
         "a flood of long prompts",
-        ("PageferryRefusing", "PageferryFirstTokenSlow", "PageferryStagingFull"),
+        ("PageferryRefusing", "PageferryFirstTokenSlow"),
         "24 clients with prompts of 1,200 tokens; the queue holds eight, staging one",
         flood,
     ),

@@ -177,7 +177,8 @@ async def staging(harness: Harness, trial: Trial, rng: random.Random) -> None:
     await asyncio.gather(victim.ended(), neighbour.ended())
     done = [entry for entry in await harness.fault_log() if entry.get("ticket_id") == over.ticket_id]
     _placed(trial, done[0] if done else {})
-    await _opened(harness, trial, (over.ticket_id, over.attempt), Verdict.MISMATCH)
+    expected = Verdict.MISSING if trial.kind == PageFault.STAGING_REVOKED else Verdict.MISMATCH
+    await _opened(harness, trial, (over.ticket_id, over.attempt), expected)
     _watch(trial, victim, [neighbour], victim_ends=False)
 
 
@@ -272,6 +273,25 @@ async def landing(harness: Harness, trial: Trial, rng: random.Random) -> None:
     _watch(trial, None, [neighbour, taker], victim_ends=False)
 
 
+async def proofs(harness: Harness, trial: Trial, rng: random.Random) -> None:
+    """Steps without a proof are counted, and nobody is hurt: no page was wrong."""
+
+    async def unproven() -> int:
+        counters = (await harness.pair.decode.audit())["scheduler"]["counters"]
+        return int(counters["integrity_steps_unproven"])
+
+    mine, other = _pick(harness, rng, 2)
+    before = await unproven()
+    victim, neighbour = await harness.start_request(mine), await harness.start_request(other)
+    await victim.emitted(rng.randint(2, 4))
+    _placed(trial, await harness.worker_fault(trial.kind, trial.number, victim.request_id, 0.5))
+    await asyncio.gather(victim.ended(), neighbour.ended())
+    await asyncio.sleep(0.5)
+    trial.detected = await unproven() > before
+    trial.by = "steps counted as unproven" if trial.detected else ""
+    _watch(trial, victim, [neighbour], victim_ends=False)
+
+
 SCENES: dict[PageFault, Scene] = {
     PageFault.TABLE_OTHER_REQUEST: tables,
     PageFault.TABLE_FREE_PAGE: tables,
@@ -286,11 +306,13 @@ SCENES: dict[PageFault, Scene] = {
     PageFault.PAGE_PERMUTATION: staging,
     PageFault.TOKEN_PERMUTATION: staging,
     PageFault.TRUNCATED_PAGE: staging,
+    PageFault.STAGING_REVOKED: staging,
     PageFault.WRONG_SCALE: scale,
     PageFault.SEAL_LOST: late_seals,
     PageFault.SEAL_LATE: late_seals,
     PageFault.SEAL_DUPLICATED: late_seals,
     PageFault.LATE_LANDING: landing,
+    PageFault.PROOF_LOST: proofs,
 }
 assert set(SCENES) == set(PageFault)
 
