@@ -1,8 +1,9 @@
-"""Named shared memory that vLLM's engine processes leave in /dev/shm when they are killed.
+"""What vLLM's engine processes leave when they are killed: named shared memory in /dev/shm, and sockets.
 
 vLLM's queues between an engine core and its workers are files there, unlinked by their creator when it ends by itself.
-Each replica notes the files of its engine's processes; each start and end of a replica removes those whose noted
-processes are all dead. A file that no note names is never touched, since it may be another program's.
+Its sockets, which nothing unlinks, get a folder for each process that has engines. Each replica notes the files of its
+engine's processes; each start and end of a replica removes files and folder whose noted processes are all dead. A file
+that no note names is never touched, since it may be another program's.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from actors.transfer.memory import socket_folder
 
 SHM = Path("/dev/shm")
+SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder in which vLLM makes its sockets, named by UUIDs
 _NAME = re.compile(r"/dev/shm/((?:psm_|sem\.)\S+)$")
 
 
@@ -44,18 +47,31 @@ def descendants(pid: int) -> set[int]:
     return processes
 
 
+def begin() -> None:
+    """Before this process's first engine: removes what is left of others, and makes a folder for its sockets."""
+    sweep()
+    folder = socket_folder() / f"zmq-{os.getpid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    os.environ[SOCKETS] = str(folder)
+    _write(os.getpid(), [[os.getpid(), _started(os.getpid())]], set())
+
+
 def note(pid: int) -> None:
     """Writes down what the children of the process have mapped, for the next process on this machine."""
     mapped = {child: mapped_by([child]) for child in sorted(descendants(pid) - {pid})}
     owners = [[child, started] for child, files in mapped.items() if files and (started := _started(child))]
-    content = {"namespace": _namespace(), "owners": owners, "files": sorted(set().union(*mapped.values()))}
+    _write(pid, owners, set().union(*mapped.values()))
+
+
+def _write(pid: int, owners: list[list[int]], files: set[str]) -> None:
+    content = {"namespace": _namespace(), "owners": owners, "files": sorted(files)}
     path = socket_folder() / f"shm-{pid}.json"
     path.with_suffix(".new").write_text(json.dumps(content))
     path.with_suffix(".new").rename(path)
 
 
 def sweep() -> list[str]:
-    """Unlinks the files of every note whose processes are all dead. Returns their names."""
+    """Unlinks the files and the folder of every note whose processes are all dead. Returns the files' names."""
     swept = []
     for path in socket_folder().glob("shm-*.json"):
         try:
@@ -72,6 +88,7 @@ def sweep() -> list[str]:
             if (SHM / name).exists():
                 (SHM / name).unlink(missing_ok=True)
                 swept.append(name)
+        shutil.rmtree(path.with_name(f"zmq-{path.stem.removeprefix('shm-')}"), ignore_errors=True)
         path.unlink(missing_ok=True)
     return swept
 

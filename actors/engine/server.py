@@ -97,7 +97,7 @@ class EngineServer:
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
         began = time.monotonic()
-        engine_shm.sweep()
+        engine_shm.begin()
         if self.pool.gpus_per_replica:
             import torch
 

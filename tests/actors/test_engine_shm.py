@@ -67,6 +67,26 @@ def test_files_go_when_every_process_that_had_them_is_dead() -> None:
         file.unlink(missing_ok=True)
 
 
+def test_sockets_of_a_killed_engine_go_with_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(engine_shm.SOCKETS, "/tmp")
+    engine_shm.begin()
+    folder = Path(os.environ[engine_shm.SOCKETS])
+    assert folder.parent == socket_folder() and folder.stat().st_mode & 0o777 == 0o700
+    (folder / "43a30d4f-0a0e-4d6f-a2b1-3b1a6f9a2c11").touch()
+    assert engine_shm.sweep() == [] and folder.exists(), "this process lives"
+    process, file, tracker = engine()
+    try:
+        engine_shm.note(os.getpid())
+        assert engine_shm.sweep() == [] and folder.exists()
+        os.kill(tracker, 9)
+        process.kill()
+        process.wait()
+        assert engine_shm.sweep() == [file.name]
+        assert list(socket_folder().iterdir()) == []
+    finally:
+        file.unlink(missing_ok=True)
+
+
 def test_a_later_process_of_the_same_number_is_another_one() -> None:
     process, file, tracker = engine()
     try:
