@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 
 from app.api.keys import ADMIN_KEY
+from app.commands import running
 from app.commands.own_http import opener
 from cluster.json_output import print_json
 
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("pool", choices=["prefill", "decode"])
     make.add_argument("replicas", type=int)
     make.add_argument("--hold", type=seconds, default=600.0, metavar="TIME", help="automatic scaling rests: 90s, 10m")
-    make.add_argument("--url", default="http://127.0.0.1:8000", help="of the service")
+    make.add_argument("--url", help=running.HELP)
     make.add_argument("--api-key", default=os.environ.get(ADMIN_KEY), help=f"an administrator's; default: {ADMIN_KEY}")
     make.add_argument("--json", action="store_true")
     return make
@@ -39,6 +40,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    try:
+        args.url = running.find(args.url)
+    except running.SeveralServices as error:
+        print(f"pageferry scale: {error}", file=sys.stderr)
+        return 2
     body = {"pool": args.pool, "replicas": args.replicas, "hold_s": args.hold}
     headers = {"Content-Type": "application/json"}
     if args.api_key:
@@ -51,7 +57,7 @@ def main(argv: list[str]) -> int:
         print(f"pageferry scale: {_message(error)}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"pageferry scale: {args.url} does not answer: {error}", file=sys.stderr)
+        print(f"pageferry scale: {args.url} does not answer: {error}; --url names another", file=sys.stderr)
         return 1
     if args.json:
         print_json(done)

