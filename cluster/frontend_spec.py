@@ -32,6 +32,11 @@ class FrontendSpec(Section):
     cpus_per_replica: float = Field(default=0.25, ge=0, description="CPUs that Ray reserves")
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
+    admin_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="further names in the Host header under which routes that are open without a key because `host` is "
+        "a loopback address may be asked; loopback's own and `host` always may",
+    )
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     enable_auto_tool_choice: bool = False
@@ -54,6 +59,15 @@ class FrontendSpec(Section):
     )
     bodies_bytes_max: int = Field(
         default=512 << 20, ge=1 << 10, description="of all requests that a frontend holds at once"
+    )
+    grammar_bytes_max: int = Field(
+        default=64 << 10, ge=1, description="of a schema, regular expression or grammar that an answer has to follow"
+    )
+    grammar_weight_max: int = Field(
+        default=4000,
+        ge=1,
+        description="of the same: values, alternatives, a quarter of each repetition, and a fiftieth of the square of "
+        "an object's optional properties; one compiles after the other in each engine, about a second at this size",
     )
     body_wait_s: float = Field(default=30.0, gt=0, description="from a request's head to the end of its body")
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.messages import Rates
 from actors.spans import Tracer
-from app.api import json_body, routes
+from app.api import grammar_bounds, json_body, routes
 from app.api.bodies import Bodies, BodyRefused
 from app.api.error_rewriter import ErrorRewriter, error_response
 from app.api.json_body import MAX_NAME_CHARS
@@ -25,6 +25,7 @@ from app.client.asgi import IN_PROCESS
 from app.request.context import CALLER, Caller
 from app.request.eligibility import INTERNAL_ARGS
 from app.request.events import RequestError
+from app.serve_http import LOOPBACK
 from cluster.frontend_spec import FrontendSpec
 
 logger = logging.getLogger("pageferry.frontend")
@@ -219,24 +220,41 @@ class RequestFilter:
             response.headers["www-authenticate"] = "Bearer"
             return response
         if self._access.local:
-            return None
+            return self._refuse_other_name(headers)
         return error_response(
             403,
             "this is no route for clients; administrators set PAGEFERRY_ADMIN_KEY or `pageferry keys add --admin`",
             "Forbidden",
         )
 
+    def _refuse_other_name(self, headers: Headers) -> JSONResponse | None:
+        """A page in this machine's browser whose host name leads to 127.0.0.1 must not read what is open here."""
+        name, frontend = host_name(headers.get("host", "")), self._access.frontend
+        if not name or name in LOOPBACK or name in (frontend.host.lower(), *map(str.lower, frontend.admin_hosts)):
+            return None
+        message = (
+            f"the Host header is {name!r}, none of {', '.join(LOOPBACK)} and frontend.admin_hosts, which takes others"
+        )
+        return error_response(403, message, "Forbidden", "host")
+
     def _refuse_body(self, body: bytes, headers: Headers) -> JSONResponse | None:
         if headers.get("content-type", "").partition(";")[0].strip().lower() not in JSON_KINDS:
             return None  # vLLM refuses it, or it is a file
         try:
             tree = json_body.parse(body)
+            grammar_bounds.check(tree, self._access.frontend)
         except json_body.BadBody as error:
             return _bad_request(error.field or None, str(error))
         name = find_forbidden(tree, self._forbidden)
         if name is None:
             return None
         return _bad_request(name, f"{name} is set by the service and not accepted from outside; remove it")
+
+
+def host_name(header: str) -> str:
+    """The name or address of a Host header, without port and brackets, in small letters."""
+    text = header.strip().lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
 
 def _in_process(scope: Scope) -> bool:
@@ -294,6 +312,7 @@ async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
 class _Connection:
     def __init__(self, receive: Receive, send: Send) -> None:
         self.gone = asyncio.Event()
+        self._started = False
         self._receive = receive
         self._send = send
 
@@ -307,6 +326,10 @@ class _Connection:
             leaving.cancel()
 
     async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if self._started:
+                return  # only counted, see `vllm_app.HangUps`
+            self._started = True
         if not self.gone.is_set():
             await self._send(message)
 

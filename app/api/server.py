@@ -31,6 +31,7 @@ from app.api.llm import FerryLLM
 from app.api.middleware import Access, RequestFilter
 from app.api.page import PATHS, add_page
 from app.api.request_models import RequestModels
+from app.api.vllm_app import make_ours
 from app.request.core_client import FerryCoreClient
 from app.request.many_engines import for_many_engines
 from app.token_gaps import SocketGaps
@@ -124,6 +125,7 @@ async def build_server(
     for base in app.state.openai_serving_models.base_model_paths:
         base.model_path = base.name  # clients see it as a model's `root`; where our files lie is not theirs to know
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop its own HTTP server
+    make_ours(app)
     routes = _routes(status, audit, pages, health)
     _add_scale(routes, scale)
     add_page(routes, status)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -352,3 +354,40 @@ async def test_a_type_that_a_validator_of_vllms_breaks_on_is_400(
     error = json.loads(raw)["error"]
     assert (status, error["param"]) == (400, field) and field in error["message"]
     assert not server.far.admits
+
+
+async def test_unknown_routes_and_wrong_methods_are_said_in_the_apis_form(server: Server) -> None:
+    status, _, raw = await server.ask("/v1/nothing")
+    error = json.loads(raw)["error"]
+    assert (status, error["code"], error["type"]) == (404, 404, "NotFoundError") and "/v1/nothing" in error["message"]
+    status, headers, raw = await server.ask("/v1/completions")
+    error = json.loads(raw)["error"]
+    assert (status, error["code"], headers["allow"]) == (405, 405, "POST") and "it takes POST" in error["message"]
+
+
+async def test_the_api_document_is_pageferrys(server: Server) -> None:
+    _, _, raw = await server.ask("/openapi.json")
+    assert json.loads(raw)["info"] == {"title": "pageferry", "version": importlib.metadata.version("pageferry")}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_is_not_counted_as_answered(server: Server, stream: bool) -> None:
+    async def counted(status: str) -> float:
+        text = (await server.ask("/metrics"))[2].decode()
+        found = re.findall(rf'http_requests_total{{[^}}]*"/v1/completions"[^}}]*status="{status}"}} (\S+)', text)
+        return sum(map(float, found))
+
+    before = {status: await counted(status) for status in ("2xx", "4xx")}
+    server.far.after = 2
+    body = {"model": "smollm2", "prompt": "Hello there", "max_tokens": 9, "stream": stream}
+    headers = {"content-type": "application/json", "authorization": "Bearer sk-red"}
+    answer = asgi.call(server.app, "POST", "/v1/completions", headers, json.dumps(body).encode())
+    if stream:
+        assert (await anext(answer))[0] == 200 and await anext(answer)
+    else:
+        waiting = asyncio.ensure_future(anext(answer))
+        await until(lambda: any(len(run.tokens) == 2 for run in server.client.runs.values()))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    await answer.aclose()
+    assert (await counted("4xx") - before["4xx"], await counted("2xx") - before["2xx"]) == (1, 0)
