@@ -27,8 +27,9 @@ def make_ours(app: FastAPI) -> None:
     around.app = HangUps(around.app)
 
 
-async def _no_such_route(request: Request, error: HTTPException) -> JSONResponse:
+async def _no_such_route(request: Request, error: Exception) -> JSONResponse:
     """vLLM's handler is for FastAPI's own exceptions; those of the router are Starlette's."""
+    assert isinstance(error, HTTPException)
     kinds = {404: "NotFoundError", 405: "MethodNotAllowed"}
     message = error.detail
     if error.status_code == 404 and message == "Not Found":
@@ -65,7 +66,7 @@ class HangUps:
         async def said(message: Message) -> None:
             nonlocal ended
             if gone and message["type"] == "http.response.start":
-                message = message | {"status": HUNG_UP}
+                message = {**message, "status": HUNG_UP}
             ended |= not gone and message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
