@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -35,7 +35,7 @@ from actors.messages import HandOver, Lease, Role, Sealed
 from actors.transfer.actor import KVTransfer
 from kernels import dispatch
 from kernels.arguments import PageCaches
-from kernels.layout import PageDtype, PageLayout, PageOrder, Rounding, SealBinding
+from kernels.layout import PageDtype, PageLayout, PageOrder, Rounding, SealBinding, name_hash
 from ops.bench import stats
 from ops.bench.facts import cpu_features
 from ops.engine_pair import FakeController, LocalHandle
@@ -190,7 +190,8 @@ class ProductRoad:
         self._decode = FerryConnectorWorker("d", Role.DECODE, 0, 1, path)
         self._prefill.register(dict(zip(names, self._pool.source)), _layers(case, names), "auto", (1.0, 1.0))
         self._decode.register(dict(zip(names, self._pool.target)), _layers(case, names), "fp8_e4m3", (1.0, 1.0))
-        if self._decode.layout != case.wire:
+        self._wire = replace(case.wire, layer_names=name_hash(names))
+        if self._decode.layout != self._wire:
             raise RuntimeError(f"{case.name}: the worker half sees {self._decode.layout}")
         return self
 
@@ -207,7 +208,7 @@ class ProductRoad:
         self._loop.close()
 
     def hand_over(self, pages: int) -> Parts:
-        wire, ticket = self._pool.case.wire, next(self._tickets)
+        wire, ticket = self._wire, next(self._tickets)
         blocks, num_tokens = self._pool.blocks(pages), pages * wire.page_tokens
         began = time.perf_counter()
         lease = self._call(self._transfer.lease(ticket, 1, pages * wire.page_bytes, ["p#0"], 5.0))
@@ -245,7 +246,7 @@ def _layers(case: Case, names: Sequence[str]) -> dict[str, Any]:
     isa = {PageOrder.CPU_AMX: "amx", PageOrder.CPU_VEC: "vec"}.get(case.wire.order)
     one = torch.ones(1)
     scales = {"_k_scale": one, "_v_scale": one, "_k_scale_float": 1.0, "_v_scale_float": 1.0}
-    return {name: SimpleNamespace(attn_backend=backend, isa=isa, **scales) for name in names}
+    return {name: SimpleNamespace(get_attn_backend=lambda: backend, isa=isa, **scales) for name in names}
 
 
 def page_counts(case: Case, wanted: Sequence[int], memory_bytes: int) -> list[int]:
