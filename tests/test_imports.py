@@ -100,6 +100,7 @@ def modules() -> dict[str, Module]:
     return found
 
 
+@cache
 def ours(name: str) -> str | None:
     """The module of ours that an imported name or a string means, None for a foreign one."""
     name = name.partition(":")[0]

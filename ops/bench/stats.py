@@ -84,7 +84,9 @@ def mean_interval(values: Sequence[float]) -> Interval:
     if not values:
         raise ValueError("mean of no values")
     mean, num = statistics.fmean(values), len(values)
-    half = student_t(num - 1) * statistics.stdev(values) / math.sqrt(num) if num > 1 else math.inf
+    # `statistics.stdev` sums fractions, which takes thirty times as long; resampling calls this a million times.
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    half = student_t(num - 1) * math.sqrt(squares / (num - 1) / num) if num > 1 else math.inf
     return Interval(mean, mean - half, mean + half, num)
 
 

@@ -54,6 +54,7 @@ def test_rounds_of_two_commits_are_compared_unpaired() -> None:
     assert stats.unpaired_ratio([2.0, 2.0], [1.0, 1.0]).value == pytest.approx(2.0)
 
 
+@pytest.mark.compiles  # twelve thousand resampled comparisons: too long for `make unit`
 def test_the_stored_page_is_what_the_command_prints() -> None:
     printed = power.table(json.loads((RESULTS / "bench-overhead.json").read_text()))
     assert printed in (RESULTS / "bench-power.md").read_text()
