@@ -25,7 +25,7 @@ import h11
 
 from actors.engine.config import QUEUE_BUSY_LOOP
 from cluster.spec import ClusterSpec
-from ops.bench import facts
+from ops.bench import facts, noise, pages
 from ops.bench.load import body_of
 from ops.bench.systems import Running, ours
 
@@ -96,6 +96,16 @@ def summary(streams: list[Stream]) -> dict[str, float]:
     }
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| arm | spin s | gap p50 ms | p95 | p99 | max | events a read, most | tokens/s | CPU s | idle cores |"]
+    lines.append("|---|---:|" + "---:|" * 8)
+    for row in rows:
+        cells = [f"{row[key]:.1f}" for key in ("gap_ms_p50", "gap_ms_p95", "gap_ms_p99", "gap_ms_max")]
+        cells += [f"{row['events_a_read_max']}", *(f"{row[key]:.1f}" for key in ("tokens_per_s", "cpu_s"))]
+        lines.append(f"| {row['arm']} | {row['busy_loop_s']:g} | {' | '.join(cells)} | {row['idle_cores']:.2f} |")
+    return "\n".join([*lines, "", noise.warning(max(row["foreign_cpu"] for row in rows))])
+
+
 async def measure(args: argparse.Namespace, arm: str, spin_s: str, log: Path) -> dict[str, Any]:
     overrides = [f"{name}={value}" for name, value in (s.split("=", 1) for s in args.set)]
     pools = [f"pools.{pool}.env={{{QUEUE_BUSY_LOOP}: '{spin_s}'}}" for pool in ("prefill", "decode")]
@@ -105,14 +115,14 @@ async def measure(args: argparse.Namespace, arm: str, spin_s: str, log: Path) ->
         prompts = [f"Story number {i}: once upon a time there was" for i in range(args.streams)]
         bodies = [body_of(system.model, prompt, args.tokens) for prompt in prompts]
         await asyncio.gather(*(stream(args.port, body | {"max_tokens": 8}) for body in bodies))
-        cpu = running.cpu_seconds()
+        cpu, meter = running.cpu_seconds(), noise.Meter([running])
         streams = await asyncio.gather(*(stream(args.port, body) for body in bodies))
-        busy = running.cpu_seconds() - cpu
+        busy, foreign = running.cpu_seconds() - cpu, meter.foreign()
         await asyncio.sleep(3.0)
         cpu, began = running.cpu_seconds(), time.monotonic()
         await asyncio.sleep(IDLE_S)
         idle = (running.cpu_seconds() - cpu) / (time.monotonic() - began)
-    figures = summary(streams) | {"cpu_s": busy, "idle_cores": idle}
+    figures = summary(streams) | {"cpu_s": busy, "idle_cores": idle, "foreign_cpu": foreign}
     print(arm, {name: round(value, 2) for name, value in figures.items()}, flush=True)
     raw = [{"tokens_s": [round(t, 5) for t in s.tokens_s], "events_a_read": s.events_a_read} for s in streams]
     return {"arm": arm, "busy_loop_s": float(spin_s), **figures, "streams": raw}
@@ -139,8 +149,16 @@ async def main(argv: list[str] | None = None) -> None:
             for arm in args.arm if number % 2 == 0 else reversed(args.arm):
                 name, _, spin_s = arm.partition("=")
                 rows.append(await measure(args, name, spin_s, Path(log.name)))
-                command = {"command": f"python -m ops.bench.gaps {' '.join(argv or sys.argv[1:])}"}
-                args.out.write_text(json.dumps(facts.gather([]) | command | {"rows": rows}) + "\n")
+                command = f"python -m ops.bench.gaps {' '.join(argv or sys.argv[1:])}"
+                known = facts.gather([]) | {"command": command}
+                args.out.write_text(json.dumps(known | {"rows": rows}) + "\n")
+                intro = (
+                    f"{args.streams} streams of {args.tokens} tokens, gaps read at the client's socket; {args.config}."
+                )
+                page = pages.page(
+                    "Gaps between a stream's tokens", command, [known["commit"]], args.out, intro, table(rows)
+                )
+                args.out.with_suffix(".md").write_text(page)
 
 
 if __name__ == "__main__":

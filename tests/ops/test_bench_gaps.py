@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from ops.bench.gaps import stream
+from ops.bench import gaps
+from ops.bench.gaps import Stream, stream
 
 
 def event(*token_ids: int) -> bytes:
@@ -52,3 +53,12 @@ async def test_what_is_no_stream_or_has_no_end_raises() -> None:
     with pytest.raises(Exception, match="incomplete chunked read"):
         await stream(port, {})
     server.close()
+
+
+def test_gaps_are_counted_over_all_streams() -> None:
+    found = gaps.summary([Stream([0.1, 0.2, 0.4], [1, 1, 1]), Stream([0.1, 0.1, 0.5], [2, 1])])
+    assert found["gap_ms_p50"] == pytest.approx(200) and found["gap_ms_max"] == pytest.approx(400)
+    assert (found["tokens"], found["events_a_read_max"], found["tokens_per_s"]) == (6, 2, 12.0)
+    row = {"arm": "now", "busy_loop_s": 0.003, **found, "cpu_s": 1.5, "idle_cores": 0.125, "foreign_cpu": 0.3}
+    text = gaps.table([row])
+    assert "| now | 0.003 | 200.0 | 400.0 | 400.0 | 400.0 | 2 | 12.0 | 1.5 | 0.12 |" in text and "**Noisy:**" in text

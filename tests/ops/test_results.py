@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ops.bench import report as bench_report
 from ops.bench import stats
 from ops.bench.integrity_cost.cli import text as cost_table
 from ops.bench.integrity_cost.share import Burst, table
@@ -45,8 +46,9 @@ def test_ratios_of_the_systems_are_those_of_the_rounds() -> None:
         assert printed.split(" | ") == [interval.text() for interval in found], (a, b, concurrency)
 
 
-def test_the_overhead_is_that_of_the_turns() -> None:
-    page, report = (RESULTS / "bench-overhead.md").read_text(), raw("bench-overhead.json")
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*overhead.json")), ids=lambda file: file.name)
+def test_the_overhead_is_that_of_the_turns(file: Path) -> None:
+    page, report = file.with_suffix(".md").read_text(), raw(file.name)
     ours = report["systems"]["pageferry"]["ttft_s"]
     for name in ("vllm-fp8", "vllm-bf16"):
         system = report["systems"][name]
@@ -55,6 +57,13 @@ def test_the_overhead_is_that_of_the_turns() -> None:
         low, high = difference.low * 1e3, difference.high * 1e3
         row = f"| {system['title']} | {stats.paired_ratio(pairs).text(3)} | {difference.value * 1e3:.1f} "
         assert f"{row}[{low:.1f}, {high:.1f}] |" in page
+
+
+def test_the_page_of_a_plan_is_that_of_its_requests() -> None:
+    for file in RESULTS.glob("*.json"):
+        if (made := json.loads(file.read_text())).get("format") == bench_report.FORMAT:
+            picture = f"![{made['name']}]({file.stem}.png)"
+            assert file.with_suffix(".md").read_text().startswith(bench_report.markdown([made], [picture])), file.name
 
 
 @pytest.mark.parametrize("name", ["survival", "storm", "poison"])
