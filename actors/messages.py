@@ -352,6 +352,20 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True):
     output: list[bytes] = []
 
 
+class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How bytes of node `node_id` come to the node that reports this."""
+
+    node_id: str
+    way: str  # direct or objects; "": none has worked yet
+    bytes_per_s: int  # measured; 0: not yet
+    round_trip_s: float
+    queued_bytes: int  # wanted from there and not here yet
+    fetches: int = 0
+    failed: int = 0
+    chunks_again: int = 0  # asked for a second time, after a stream had broken
+    reason: str = ""  # of the latest failure
+
+
 class StagingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A transfer actor's report to the controller, with its events."""
 
@@ -364,6 +378,7 @@ class StagingStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_moved: int = 0  # wire bytes opened by decode, running total
     tokens_moved: int = 0
     breaches: tuple[str, ...] = ()
+    links: tuple[LinkStatus, ...] = ()
 
 
 # -- to the controller, from replicas (see also `ReplicaHeartbeat`)

@@ -31,7 +31,7 @@ CARRIERS = {
     "torch": r"kernels/.*|actors/engine/.*|ops/.*",
 }
 PURE = re.compile(
-    r"actors/messages\.py|actors/controller/(?!(actor|gc_tuning|serve_policy)\.py).*|actors/transfer/(?!(actor|fetch|host_calls|link|link_server|memory|spans)\.py).*"
+    r"actors/messages\.py|actors/controller/(?!(actor|gc_tuning|serve_policy)\.py).*|actors/transfer/(?!(actor|direct|fetch|host_calls|link|link_server|memory|spans|ways)\.py).*"
     r"|actors/engine/integrity/ledger\.py|app/request/(state|events)\.py"
     r"|cluster/plan/(?!(cli|preflight|render|checkpoint|facts)\.py).*"
 )

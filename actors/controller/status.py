@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from actors.controller.forecast import SECOND
 from actors.controller.machine import Machine
 from actors.controller.registry import Replica
@@ -101,6 +103,12 @@ def status(machine: Machine, now_ns: int) -> dict[str, Any]:
                 for node_id, node in sorted(registry.nodes.items())
             },
         },
+        "links": [
+            {"to": node_id, **msgspec.structs.asdict(link)}
+            for node_id, node in sorted(registry.nodes.items())
+            if not node.stale
+            for link in node.status.links
+        ],
         "local_prefill_max_tokens": _local_prefill(machine),
         "ferry": {
             "bytes_moved": sum(node.bytes_moved_before + node.status.bytes_moved for node in nodes),

@@ -6,27 +6,32 @@ It only carries: `actors.transfer.machine` decides, and every decision about a t
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import logging
 import os
 import time
+import zlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
 import ray
 
-from actors import logs
+from actors import link, logs
 from actors.messages import HandOver, Lease, StagingStatus, TransferReport, Verdict
 from actors.transfer import events as ev
 from actors.transfer.channel import Offer
-from actors.transfer.fetch import PIECE_BYTES, Bytes, fetch
+from actors.transfer.chunks import CHUNK_BYTES, ChunkFetch
+from actors.transfer.direct import Grant, PageServer
+from actors.transfer.fetch import Bytes, fetch
 from actors.transfer.host_calls import HostCalls
 from actors.transfer.link_server import LinkServer
 from actors.transfer.machine import TransferMachine
 from actors.transfer.memory import MemoryRefused, StagingMemory, socket_path
 from actors.transfer.spans import OFF, TransferSpans
 from actors.transfer.staging import Key, Staging, StagingError
+from actors.transfer.ways import Ways
 from cluster.frontend_spec import TracingSpec
 from cluster.names import NAMESPACE, controller_actor, file_tag, transfer_actor
 
@@ -35,6 +40,9 @@ logger = logging.getLogger("pageferry.transfer")
 TICK_S = 0.25
 REPORT_S = 10.0  # for the controller's answer
 ORPHAN_S = 120.0  # no controller and no engine for this long: the application has ended
+FETCHES_MAX = 4  # that move bytes at one time; each has at most a window of chunks under way
+PROBE_EVERY_S = 5.0
+PROBED_MAX = 16  # nodes that are probed without a fetch from there
 
 
 class KVTransfer:
@@ -47,8 +55,10 @@ class KVTransfer:
         lease_s: float,
         application: str,
         tracing: TracingSpec = OFF,
+        host: str = "127.0.0.1",
     ) -> None:
         self.node_id = node_id
+        self._host = host  # where other nodes reach this one
         self._application = application
         self._spans = TransferSpans(tracing, node_id)
         self._incarnation = time.time_ns()
@@ -64,6 +74,11 @@ class KVTransfer:
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._stopped: set[int] = set()  # fetches that are not waited for
+        self._stopped_copies: set[int] = set()
+        self._granted: dict[int, int | None] = {}  # offset of a copy that is being granted to another node
+        self._movers = concurrent.futures.ThreadPoolExecutor(FETCHES_MAX, "fetch")
+        self._server: PageServer | None = None
+        self._ways: Ways | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _next_segment(self) -> str:
@@ -77,6 +92,8 @@ class KVTransfer:
             self._spawn(self._tick_loop())
             self.links.start()
             await self.hosts.start()
+            self._ways = Ways(asyncio.get_running_loop(), self._get_peer)
+            self._server = PageServer(self._host, self._grant_from_thread(asyncio.get_running_loop()))
         if tracing is not None:
             self._spans.configure(tracing)
         if staging_bytes_max:
@@ -95,6 +112,11 @@ class KVTransfer:
             task.cancel()
         self.links.close()
         self.hosts.close()
+        if self._server is not None and self._ways is not None:
+            self._server.close()
+            self._ways.close()
+        self._stopped.update(self.machine.fetches.running)
+        await asyncio.to_thread(self._movers.shutdown, cancel_futures=True)
         self.memory.close()
 
     # -- calls of replicas
@@ -145,11 +167,19 @@ class KVTransfer:
     async def release(self, keys: list[Key]) -> None:
         self._step(ev.Released(tuple((ticket_id, attempt) for ticket_id, attempt in keys)))
 
-    async def read(self, lease: Lease, first: int, num_bytes: int) -> Bytes | None:
-        """A piece of a lease of this node, for a transfer actor elsewhere; Ray's object store carries it."""
-        if num_bytes > PIECE_BYTES:
-            raise StagingError(f"a piece of {num_bytes} bytes was asked for; the most is {PIECE_BYTES}")
-        piece: Bytes | None = await self._call(lambda call: ev.PieceAsked(call, lease, first, num_bytes))
+    # -- calls of transfer actors on other nodes
+
+    async def invite(self) -> link.Address:
+        """Where that node's bytes are sent from, and a secret for one connection."""
+        if self._server is None:
+            raise StagingError("it has not started")
+        return self._server.invite()
+
+    async def read(self, lease: Lease, first: int, num_bytes: int) -> tuple[Bytes, int] | None:
+        """A chunk of a lease of this node and its checksum; Ray's object store carries it."""
+        if num_bytes > CHUNK_BYTES:
+            raise StagingError(f"a chunk of {num_bytes} bytes was asked for; the most is {CHUNK_BYTES}")
+        piece: tuple[Bytes, int] | None = await self._call(lambda call: ev.PieceAsked(call, lease, first, num_bytes))
         return piece
 
     async def _call(self, event: Callable[[int], ev.Event]) -> Any:
@@ -170,8 +200,13 @@ class KVTransfer:
                     self._answer(call_id, value)
                 case ev.Refuse(call_id, message):
                     self._answer(call_id, StagingError(message))
-                case ev.CopyOut():
-                    self._spawn(self._copy_out(effect))
+                case ev.CopyOut(call_id, offset):
+                    if call_id in self._granted:
+                        self._granted[call_id] = offset
+                    else:
+                        self._spawn(self._copy_out(effect))
+                case ev.StopCopy(call_id):
+                    self._stopped_copies.add(call_id)
                 case ev.StartFetch():
                     self._spawn(self._fetch(effect))
                 case ev.StopFetch(fetch_id):
@@ -222,34 +257,75 @@ class KVTransfer:
         logger.info("staging has %d bytes now", num_bytes)
         self._step(ev.StagingMade(self._next_segment(), num_bytes))
 
-    # -- bytes, in pieces, off the event loop
+    # -- bytes, in chunks, off the event loop
 
-    def _bytes(self, offset: int, num_bytes: int) -> Bytes:
-        return np.frombuffer(self.memory.map, np.uint8)[offset : offset + num_bytes]
+    def _bytes(self, offset: int, num_bytes: int) -> memoryview:
+        return memoryview(self.memory.map)[offset : offset + num_bytes]
 
     async def _copy_out(self, effect: ev.CopyOut) -> None:
+        def copy() -> tuple[Bytes, int]:
+            piece = np.frombuffer(self._bytes(effect.offset, effect.num_bytes), np.uint8).copy()
+            return piece, zlib.crc32(piece.data)
+
         try:
-            piece = await asyncio.to_thread(self._bytes(effect.offset, effect.num_bytes).copy)
-            self._answer(effect.call_id, piece)
+            self._answer(effect.call_id, await asyncio.to_thread(copy))
         finally:
-            self._step(ev.CopiedOut(effect.call_id))
+            self._copied_out(effect.call_id)
+
+    def _copied_out(self, call_id: int) -> None:
+        self._step(ev.CopiedOut(call_id))
+        self._stopped_copies.discard(call_id)
+
+    def _grant_from_thread(self, loop: asyncio.AbstractEventLoop) -> Callable[[Lease, int, int], Grant | None]:
+        """For the threads that send to other nodes: the machine is asked on its own thread."""
+
+        async def granted(lease: Lease, first: int, num_bytes: int) -> Grant | None:
+            call_id = next(self._call_ids)
+            self._granted[call_id] = None
+            try:
+                self._step(ev.PieceAsked(call_id, lease, first, num_bytes))
+            finally:
+                offset = self._granted.pop(call_id)
+            if offset is None:
+                return None
+
+            def done() -> None:
+                loop.call_soon_threadsafe(self._copied_out, call_id)
+
+            return Grant(
+                self._bytes(offset, num_bytes),
+                lambda: call_id in self._stopped_copies,
+                done,
+            )
+
+        return lambda *chunk: asyncio.run_coroutine_threadsafe(granted(*chunk), loop).result()
+
+    def _get_peer(self, node_id: str) -> Any:
+        return ray.get_actor(transfer_actor(self._application, node_id), namespace=NAMESPACE)
 
     async def _fetch(self, effect: ev.StartFetch) -> None:
-        source, complete = effect.source, False
+        source, ways = effect.source, self._ways
         target = self._bytes(effect.offset, source.num_bytes)
+        measured = ev.Measured(source.node_id, "", False, 0, 0, reason="the fetch itself has failed")
         try:
-            name = transfer_actor(self._application, source.node_id)
-            peer = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
-            complete = await fetch(
-                lambda first, num_bytes: peer.read.remote(source, first, num_bytes),
-                target,
-                lambda: effect.fetch_id in self._stopped,
+            assert ways is not None, "calls come after `start`"
+            plan, of_node = ChunkFetch(source.num_bytes, 2), ways.of(source.node_id)
+            measured = await asyncio.get_running_loop().run_in_executor(
+                self._movers, lambda: fetch(source, target, of_node, lambda: effect.fetch_id in self._stopped, plan)
             )
-        except (ValueError, ray.exceptions.RayError) as error:
-            logger.warning("ticket %d: cannot fetch from node %s: %s", source.ticket_id, source.node_id, error)
+            if measured.reason or measured.asked_again:
+                logger.warning("ticket %d, from node %s: %s", source.ticket_id, source.node_id, measured)
+                ways.forget(source.node_id)
         finally:
             self._stopped.discard(effect.fetch_id)
-            self._step(ev.FetchEnded(effect.fetch_id, complete))
+            self._step(ev.FetchEnded(effect.fetch_id, measured))
+
+    async def probe(self, node_id: str) -> bool:
+        """Measures the best way to another node. False: no transfer actor is there yet."""
+        assert self._ways is not None, "calls come after `start`"
+        if (found := await asyncio.to_thread(self._ways.probe, node_id)) is not None:
+            self._step(found)
+        return found is not None
 
     # -- the controller
 
@@ -281,9 +357,23 @@ class KVTransferActor(KVTransfer):
     """Starts by itself, so that a restarted actor serves its node again without being asked to."""
 
     async def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+        super().__init__(*args, host=ray.util.get_node_ip_address())
         logs.as_component("pageferry_transfer", f"{self._application}_{self.node_id[:12]}")
         await self.start()
+        self._spawn(self._probe_loop())
+
+    async def _probe_loop(self) -> None:
+        """At the start, so that the first request is not placed by a guess."""
+        probed: set[str] = {self.node_id}
+        while len(probed) <= PROBED_MAX:
+            try:
+                nodes = [node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+                for node_id in nodes:
+                    if node_id not in probed and len(probed) <= PROBED_MAX and await self.probe(node_id):
+                        probed.add(node_id)
+            except Exception:
+                logger.exception("other nodes cannot be probed")
+            await asyncio.sleep(PROBE_EVERY_S)
 
 
 def get_or_create(

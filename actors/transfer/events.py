@@ -71,7 +71,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class PieceAsked:
-    """Another node fetches `num_bytes` from `first` on of a lease of this node. Answered by `CopyOut`, or None."""
+    """Another node fetches a chunk of a lease of this node, from byte `first` on. Answered by `CopyOut`, or None."""
 
     call_id: int
     lease: Lease
@@ -129,11 +129,36 @@ class CopiedOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """A fetch from node `node_id` that has ended; `way`: the last one it took. `reason`: what was wrong with it."""
+
+    node_id: str
+    way: str
+    complete: bool
+    num_bytes: int
+    busy_ns: int
+    asked_again: int = 0  # chunks
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class FetchEnded:
-    """Nothing of this fetch writes any more. `complete`: every byte is there."""
+    """Nothing of this fetch writes any more."""
 
     fetch_id: int
-    complete: bool
+    measured: Measured
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProbed:
+    """The best way to a node, and what it carried. `num_bytes` 0: not measured, for `reason`."""
+
+    node_id: str
+    way: str
+    round_trip_ns: int = 0
+    num_bytes: int = 0
+    busy_ns: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +205,7 @@ Event = (
     | FromEngine
     | CopiedOut
     | FetchEnded
+    | LinkProbed
     | StagingMade
     | StagingRefused
     | ReportAnswered
@@ -213,6 +239,13 @@ class CopyOut:
     call_id: int
     offset: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopCopy:
+    """The copy is not wanted any more; `CopiedOut` still tells when it reads no more."""
+
+    call_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,4 +290,4 @@ class Report:
     events: tuple[TransferEvent, ...]
 
 
-Effect = Answer | Refuse | CopyOut | StartFetch | StopFetch | Welcome | MakeStaging | Report
+Effect = Answer | Refuse | CopyOut | StopCopy | StartFetch | StopFetch | Welcome | MakeStaging | Report

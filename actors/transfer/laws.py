@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from actors.messages import StagingStatus
 from actors.transfer.peers import copy_name, fetch_name
 
 if TYPE_CHECKING:
@@ -69,3 +70,19 @@ def _of_tables(machine: TransferMachine) -> Iterator[str]:
         for region in machine.queue.came_later(regions.values()):
             if region.offset < offset + size and offset < region.offset + region.size:
                 yield f"{region.key} came later and has bytes that are kept for {kept[0]} (law 7)"
+
+
+def status(machine: TransferMachine) -> StagingStatus:
+    """The node's staging and links as the controller hears of them, with every law that is broken."""
+    return StagingStatus(
+        node_id=machine.node_id,
+        incarnation=machine.incarnation,
+        bytes_held=machine.staging.bytes_held,
+        bytes_max=machine.staging.bytes_max,
+        leases=len(machine.staging),
+        held=tuple(region.key for region in machine.staging if not region.released),
+        bytes_moved=machine.bytes_moved,
+        tokens_moved=machine.tokens_moved,
+        breaches=tuple(machine.violations()),
+        links=machine.links.status(machine.fetches.queued()),
+    )

@@ -14,10 +14,11 @@ from typing import Any
 from actors.messages import Lease, LeaseLost, OpenedAt, Sealed, StagingStatus, Verdict
 from actors.transfer import events as ev
 from actors.transfer.channel import PagesOpened, PagesSealed, StagingMapped, WriterDone
-from actors.transfer.laws import violations
+from actors.transfer.laws import status, violations
 from actors.transfer.lease_queue import Call, LeaseQueue, Waiting
 from actors.transfer.outbox import Outbox
 from actors.transfer.peers import Engines, Fetch, Fetches, copy_name, fetch_name, remember
+from actors.transfer.rates import LinkRates
 from actors.transfer.seals import OpenedParts, SealCollector
 from actors.transfer.staging import Key, Region, Staging, aligned
 
@@ -38,6 +39,7 @@ class TransferMachine:
         self.late_reports = 0  # of engines that were not reading these bytes
         self.queue, self.engines, self.fetches = LeaseQueue(), Engines(), Fetches()
         self.copies: dict[int, Key] = {}  # to other nodes, by call
+        self.links = LinkRates()
         self.outbox = Outbox()
         self.opening = OpenedParts()
         self.ended: dict[Key, None] = {}
@@ -59,6 +61,7 @@ class TransferMachine:
             ev.FromEngine: self._from_engine,
             ev.CopiedOut: self._copied_out,
             ev.FetchEnded: self._fetch_ended,
+            ev.LinkProbed: lambda event, now_ns: self.links.probed(event),
             ev.StagingMade: self._staging_made,
             ev.StagingRefused: self._staging_refused,
             ev.ReportAnswered: self._report_answered,
@@ -168,6 +171,7 @@ class TransferMachine:
                 self._answer(call.call_id, Verdict.STALE)
             if fetch.fetch_id:
                 self._effects.append(ev.StopFetch(fetch.fetch_id))
+        self._effects.extend(ev.StopCopy(call_id) for call_id, of in self.copies.items() if of == key)
 
     def _lose(self, key: Key, reason: str) -> None:
         """The ticket's bytes will not get a reader: the controller hears of it now."""
@@ -207,9 +211,10 @@ class TransferMachine:
         region = None if key is None else self.staging.get(key)
         if key is None or region is None:
             return  # sent twice
+        self.links.moved(event.measured)
         fetch = self.fetches.wanted.pop(key, None)
         for call in fetch.calls if fetch is not None else ():
-            if not event.complete:
+            if not event.measured.complete:
                 self._answer(call.call_id, Verdict.MISSING)
             elif self.engines.ready(call.engines):
                 self._open(region, call.call_id, call.engines)
@@ -383,17 +388,7 @@ class TransferMachine:
     # -- laws
 
     def status(self) -> StagingStatus:
-        return StagingStatus(
-            node_id=self.node_id,
-            incarnation=self.incarnation,
-            bytes_held=self.staging.bytes_held,
-            bytes_max=self.staging.bytes_max,
-            leases=len(self.staging),
-            held=tuple(region.key for region in self.staging if not region.released),
-            bytes_moved=self.bytes_moved,
-            tokens_moved=self.tokens_moved,
-            breaches=tuple(self.violations()),
-        )
+        return status(self)
 
     def violations(self) -> list[str]:
         """Broken laws in plain words; empty when all hold."""

@@ -89,6 +89,13 @@ class Fetches:
         self.running[fetch.fetch_id] = key
         return fetch
 
+    def queued(self) -> dict[str, int]:
+        """Bytes that are wanted, by the node where they lie."""
+        found: dict[str, int] = {}
+        for fetch in self.wanted.values():
+            found[fetch.source.node_id] = found.get(fetch.source.node_id, 0) + fetch.source.num_bytes
+        return found
+
 
 def fetch_name(fetch_id: int) -> str:
     """The fetch as a writer of its region."""

@@ -239,7 +239,17 @@ def _summary(status: dict[str, Any]) -> str:
             f"staging   {size(staging['bytes_held'])} of {size(staging['bytes_max'])} held",
             f"ferry     {size(ferry['bytes_moved'])} moved, {ferry['tokens_moved']:,} prompt tokens taken over, "
             f"{ferry['tokens_recomputed']:,} computed again by decode",
+            *(_link(each) for each in status.get("links", ())),
         ]
+    )
+
+
+def _link(each: dict[str, Any]) -> str:
+    rate = f"{size(each['bytes_per_s'])}/s" if each["bytes_per_s"] else "not measured"
+    why = f" ({each['reason']})" if each["reason"] else ""
+    return (
+        f"link      {each['node_id'][:8]} to {each['to'][:8]}: {each['way'] or 'no way yet'}, {rate}, "
+        f"{each['fetches']:,} fetches, {each['failed']:,} failed{why}"
     )
 
 

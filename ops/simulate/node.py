@@ -15,6 +15,7 @@ from actors.transfer import events as ev
 from actors.transfer.channel import StagingMapped
 from actors.transfer.machine import TransferMachine
 from actors.transfer.staging import Key
+from ops.simulate.fetches import FetchSim
 from ops.simulate.network import Cancel, Handler, Net
 from ops.simulate.replica import PAGE_BYTES
 from ops.simulate.world import MS, SECOND, Done, Process, World
@@ -70,7 +71,7 @@ class NodeSim(Process):
         self._last_call = 0
         self._link_of: dict[str, int] = {}  # engines that are connected
         self._watched: dict[str, int] = {}  # latest link of each engine whose process lives, ended or not
-        self._stopped: set[int] = set()
+        self.stopped: set[int] = set()  # fetches that are not waited for
 
     @property
     def segment(self) -> str:
@@ -113,7 +114,9 @@ class NodeSim(Process):
             case ev.StartFetch():
                 self._start_fetch(effect)
             case ev.StopFetch():
-                self._stopped.add(effect.fetch_id)
+                self.stopped.add(effect.fetch_id)
+            case ev.StopCopy():
+                pass  # a copy here is short
             case ev.Welcome():
                 self._welcome(effect)
             case ev.Report():
@@ -128,7 +131,7 @@ class NodeSim(Process):
         else:
             answer(value)
 
-    def _call(self, answer: Done) -> int:
+    def next_call(self, answer: Done) -> int:
         self._last_call += 1
         self._answers[self._last_call] = answer
         return self._last_call
@@ -152,7 +155,7 @@ class NodeSim(Process):
         """`done` gets a `Lease`, None when there was no room, or an exception."""
 
         def handler(answer: Done) -> Cancel | None:
-            self.step(ev.LeaseAsked(self._call(answer), key, num_bytes, (engine,), wait_ns))
+            self.step(ev.LeaseAsked(self.next_call(answer), key, num_bytes, (engine,), wait_ns))
             return None
 
         self._repeated(source, "lease", handler, done, wanted)
@@ -163,7 +166,7 @@ class NodeSim(Process):
         """`done` gets a `Lease` of this node or a `Verdict`."""
 
         def handler(answer: Done) -> Cancel | None:
-            self.step(ev.ReadAsked(self._call(answer), hand_over, (engine,), wait_ns))
+            self.step(ev.ReadAsked(self.next_call(answer), hand_over, (engine,), wait_ns))
             return None
 
         self._repeated(source, "begin_read", handler, done, wanted)
@@ -255,7 +258,7 @@ class NodeSim(Process):
             self._link_of[engine] = self._watched[engine] = link
             self.step(ev.EngineConnected(engine, link))
             self.step(ev.FromEngine(engine, StagingMapped(segment=self.machine.segment)))
-            self.step(ev.LeaseAsked(self._call(lambda lease: None), (-link, self.life), num_bytes, (engine,), 0))
+            self.step(ev.LeaseAsked(self.next_call(lambda lease: None), (-link, self.life), num_bytes, (engine,), 0))
             self.later(duration_ns, self._gone, engine, link)
 
     def _welcome(self, effect: ev.Welcome) -> None:
@@ -281,7 +284,8 @@ class NodeSim(Process):
 
     def _must_hold(self, does: str, segment: str, key: Key, offset: int) -> None:
         region = self.machine.staging.get(key)
-        if segment == self.segment and (region is None or region.offset != offset):
+        held = region is not None and region.offset <= offset < region.offset + region.size
+        if segment == self.segment and not held:
             self.world.violations.append(
                 f"{self.name}: ticket {key} {does} staging bytes that are not its own any more"
             )
@@ -302,40 +306,13 @@ class NodeSim(Process):
 
         self.later(MS + int(effect.num_bytes * COPY_NS_PER_BYTE), rest)
 
+    def land(self, source: Lease, offset: int, first_page: int, pages: list[Content | None]) -> None:
+        """Pages of another node, written at `offset`."""
+        self._must_hold("lands in", self.segment, (source.ticket_id, source.attempt), offset)
+        for index, content in enumerate(pages, first_page):
+            if content is not None:
+                self.memory[offset + index * PAGE_BYTES] = content
+
     def _start_fetch(self, effect: ev.StartFetch) -> None:
-        source = effect.source
-        peer = self.peers.get(source.node_id)
         self.fetches += 1
-
-        def ended(complete: bool) -> None:
-            self._stopped.discard(effect.fetch_id)
-            self.step(ev.FetchEnded(effect.fetch_id, complete))
-
-        def land(first: int, pages: list[Content | None]) -> None:
-            self._must_hold("lands in", self.segment, (source.ticket_id, source.attempt), effect.offset)
-            for index, content in enumerate(pages, first):
-                if content is not None:
-                    self.memory[effect.offset + index * PAGE_BYTES] = content
-
-        def got(pages: list[Content | None] | None) -> None:
-            if pages is None or effect.fetch_id in self._stopped:
-                ended(False)
-                return
-            half = len(pages) // 2
-            land(0, pages[:half])
-
-            def rest() -> None:
-                land(half, pages[half:])
-                ended(True)
-
-            self.later(2 * MS, rest)
-
-        if peer is None:
-            self.later(MS, ended, False)
-            return
-
-        def handler(answer: Done) -> Cancel | None:
-            peer.step(ev.PieceAsked(peer._call(answer), source, 0, source.num_bytes))
-            return None
-
-        self.net.call(self, peer, "fetch", handler, got, lambda _: ended(False))
+        FetchSim(self, effect, self.peers.get(effect.source.node_id))

@@ -11,13 +11,11 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import ray
 from live_transfer import MIB, Node, until
 
-from actors.messages import HandOver, Lease, Role, Seal, Sealed, TransferReport, Verdict
-from actors.transfer import fetch
+from actors.messages import Lease, Role, Sealed, TransferReport
 from actors.transfer.channel import Hello, PagesSealed, WriterDone
 from actors.transfer.link import WorkerLink
 from actors.transfer.staging import StagingError
@@ -46,11 +44,6 @@ def sealed(ticket_id: int, first_page: int = 0, last: bool = False) -> PagesSeal
         num_tokens=64,
         last=last,
     )
-
-
-def hand_over(lease: Lease, deadline_s: float = 20.0) -> HandOver:
-    seal = Seal(ticket_id=lease.ticket_id, attempt=1, layout_fingerprint="l", num_tokens=64, digests=((1, 2),))
-    return HandOver(ticket_id=lease.ticket_id, attempt=1, seal=seal, lease=lease, deadline_s=deadline_s)
 
 
 def maps_of_staging() -> int:
@@ -214,84 +207,6 @@ async def test_memory_of_an_actor_that_died_goes_and_the_next_one_is_mapped() ->
         await asyncio.to_thread(link.close)
         end(process)
     await until(lambda: maps_of_staging() == before)
-
-
-# -- between nodes
-
-
-async def two_nodes(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> tuple[Node, Node, Lease]:
-    there, here = Node(num_bytes), Node(num_bytes)
-    await there.transfer.start()
-    await here.transfer.start()
-    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: LocalHandle(there.transfer))
-    link = await there.link()
-    await here.link("d#0")
-    lease = await there.lease(1, num_bytes=num_bytes)
-    there.transfer.memory.map[: lease.num_bytes] = b"\xaa" * lease.num_bytes
-    link.send(sealed(1, last=True))
-    await until(lambda: (1, 1) in there.controller.sealed)
-    return there, here, lease
-
-
-async def test_bytes_come_from_another_node_in_pieces_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, here, lease = await two_nodes(monkeypatch, 256 * MIB)
-    num_turns, reading = 0, asyncio.ensure_future(here.transfer.begin_read(hand_over(lease), ["d#0"]))
-    try:
-        while not reading.done():
-            await asyncio.sleep(0)
-            num_turns += 1
-        assert isinstance(reading.result(), Lease)
-        assert num_turns > 256 * MIB // fetch.PIECE_BYTES, "the loop turned while the bytes were copied"
-        assert bytes(here.transfer.memory.map[: lease.num_bytes]) == b"\xaa" * lease.num_bytes
-        with pytest.raises(StagingError, match="the most is"):
-            await there.transfer.read(lease, 0, fetch.PIECE_BYTES + 1)
-    finally:
-        await there.close()
-        await here.close()
-
-
-async def test_a_fetch_whose_ticket_ended_never_writes_into_the_next_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, here, lease = await two_nodes(monkeypatch, 64 * MIB)
-    await here.link("p#1")
-    copied = np.copyto
-
-    def slow(into: np.ndarray, piece: np.ndarray) -> None:
-        time.sleep(0.2)
-        copied(into, piece)
-
-    monkeypatch.setattr(np, "copyto", slow)
-    try:
-        reading = asyncio.ensure_future(here.transfer.begin_read(hand_over(lease), ["d#0"]))
-        await until(lambda: here.machine.fetches.running)
-        await asyncio.sleep(0.05)
-        await here.transfer.release([(1, 1)])
-        assert await reading is Verdict.STALE
-        other = await here.transfer.lease(2, 1, 64 * MIB, ["p#1"], 20.0)
-        assert other is not None and other.offset == 0
-        here.transfer.memory.map[: 64 * MIB] = b"\x55" * (64 * MIB)
-        await asyncio.sleep(0.5)
-        assert set(here.transfer.memory.map[: 64 * MIB]) == {0x55}
-    finally:
-        await there.close()
-        await here.close()
-
-
-async def test_a_fetch_that_another_node_cannot_answer_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, here, lease = await two_nodes(monkeypatch, MIB)
-    try:
-        await there.transfer.release([(1, 1)])
-        assert await here.transfer.begin_read(hand_over(lease), ["d#0"]) is Verdict.MISSING
-        assert here.machine.staging.bytes_held == 0
-        monkeypatch.setattr(ray, "get_actor", no_such_actor)
-        other = Lease(ticket_id=2, attempt=1, node_id="gone", segment="s", offset=0, num_bytes=10)
-        assert await here.transfer.begin_read(hand_over(other), ["d#0"]) is Verdict.MISSING
-    finally:
-        await there.close()
-        await here.close()
-
-
-def no_such_actor(name: str, namespace: str) -> None:
-    raise ValueError(f"there is no actor {name}")
 
 
 # -- the controller

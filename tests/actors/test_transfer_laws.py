@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from transfer_node import fetched
 
 from actors.messages import HandOver, Lease, LeaseLost, Opened, OpenedAt, Seal, Sealed, TransferEvent, Verdict
 from actors.transfer import events as ev
@@ -318,7 +319,7 @@ class TransferLaws(RuleBasedStateMachine):
         fetch_id = data.draw(st.sampled_from(sorted(self.model.fetches)))
         self.let_go(f"fetch:{fetch_id}", self.model.fetches.pop(fetch_id))
         for _ in range(1 + twice):
-            self.step(ev.FetchEnded(fetch_id, complete))
+            self.step(fetched(fetch_id, complete))
 
     @precondition(lambda self: any(t.who.startswith("copy:") for t in self.model.touching))
     @rule(data=st.data())
@@ -378,7 +379,7 @@ class TransferLaws(RuleBasedStateMachine):
             self.step(ev.Tick())
             for fetch_id in list(self.model.fetches):
                 self.let_go(f"fetch:{fetch_id}", self.model.fetches.pop(fetch_id))
-                self.step(ev.FetchEnded(fetch_id, True))
+                self.step(fetched(fetch_id))
             for touch in list(self.model.touching):
                 self.model.touching.remove(touch)
                 self.step(ev.CopiedOut(int(touch.who.removeprefix("copy:"))))

@@ -111,6 +111,10 @@ def opened(ticket_id: int, shard: int = 0, num_shards: int = 1) -> PagesOpened:
     return PagesOpened(opened=part, shard=shard, num_shards=num_shards)
 
 
+def fetched(fetch_id: int, complete: bool = True, num_bytes: int = MIB) -> ev.FetchEnded:
+    return ev.FetchEnded(fetch_id, ev.Measured("far", "direct", complete, num_bytes if complete else 0, 1_000_000))
+
+
 def hand_over(lease: Lease) -> HandOver:
     seal = Seal(ticket_id=lease.ticket_id, attempt=1, layout_fingerprint="l", num_tokens=64, digests=((1, 2),))
     return HandOver(ticket_id=lease.ticket_id, attempt=1, seal=seal, lease=lease, deadline_s=30.0)
