@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from actors.messages import HandOver, Lease, Role, Seal, Verdict
 from actors.transfer import actor
 from actors.transfer.channel import Hello, PagesSealed
-from actors.transfer.fetch import PIECE_BYTES
+from actors.transfer.chunks import CHUNK_BYTES
 from actors.transfer.link import WorkerLink
 from cluster.names import NAMESPACE
 
@@ -58,7 +58,7 @@ def nodes() -> Iterator[list[str]]:
 async def test_bytes_cross_nodes(nodes: list[str]) -> None:
     """More than one piece; the engines are this process, linked to both actors as engines are."""
     there, here = (actor.get_or_create(node, 64 << 20, 30.0, APPLICATION) for node in nodes)
-    num_bytes = 2 * PIECE_BYTES + 12_345
+    num_bytes = 2 * CHUNK_BYTES + 12_345
     places = await asyncio.gather(there.start.remote(), here.start.remote())
     prefill, decode = (
         WorkerLink(place["socket"], Hello(engine=engine, role=role, pid=1))
@@ -78,7 +78,8 @@ async def test_bytes_cross_nodes(nodes: list[str]) -> None:
         assert isinstance(local, Lease) and local.node_id == nodes[1] and local.segment != lease.segment
         with decode.staging.bytes_of(local) as view:
             assert view is not None and bytes(view) == payload.tobytes()
-        assert (await here.status.remote()).leases == 1
+        status = await here.status.remote()
+        assert status.leases == 1 and [(link.node_id, link.way) for link in status.links] == [(nodes[0], "direct")]
         await here.drop_reader.remote(1, 1, ["d#0"])
         assert (await here.status.remote()).bytes_held == 0
         assert await here.begin_read.remote(hand_over, ["d#0"]) is Verdict.STALE
