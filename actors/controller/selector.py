@@ -27,6 +27,7 @@ from actors.controller.capacity import (
 )
 from actors.controller.forecast import Forecast
 from actors.controller.journal import Tracked, TrackedDict
+from actors.controller.moves import Move, Staging
 from actors.controller.registry import Registry, Replica
 from actors.messages import AdmitRequest, ReplicaId, Role
 from cluster.spec import AdmissionSpec
@@ -117,7 +118,7 @@ class ReplicaSelector(Tracked):
         staging_bytes_max: int,
     ) -> None:
         self._spec = spec
-        self._staging_bytes_max = staging_bytes_max
+        self._staging = Staging(registry, staging_bytes_max)
         self._forecast = forecast
         self._registry = registry
         self._replicas = registry.replicas
@@ -127,7 +128,7 @@ class ReplicaSelector(Tracked):
 
     def configure(self, spec: AdmissionSpec, staging_bytes_max: int) -> None:
         self._spec = spec
-        self._staging_bytes_max = staging_bytes_max
+        self._staging = Staging(self._registry, staging_bytes_max)
 
     # -- indexes
 
@@ -338,61 +339,59 @@ class ReplicaSelector(Tracked):
             return None, 0, f"decode computes the prompt: {what} ({uncached} tokens to compute, limit {limit})"
         facts = decode.announcement
         num_bytes = demand.staging_bytes(decode)
-        most = self._staging_at(facts.node_id)
-        if num_bytes > most:
+        if num_bytes > (most := self._staging.most(facts.node_id)):
             return None, 0, f"decode computes the prompt: {num_bytes} staging bytes, staging_bytes_max is {most}"
         pool = self._pools.get((Role.PREFILL, facts.generation))
         if pool is None or not len(pool.index):
             return None, 0, "decode computes the prompt: no prefill replica is ready"
-        best = self._shortest_queue(demand, pool, num_bytes)
+        best = self._shortest_queue(demand, pool, num_bytes, facts.node_id)
         if best is None:
             return None, 0, f"decode computes the prompt: no other prefill replica can take {num_bytes} staging bytes"
         if isinstance(best, Short):
             return best
-        ahead, tokens, replica = best
+        _, ahead, tokens, replica, move = best
         ahead_ns = ahead * self._forecast.prompt_token_ns
         # What decode's own streams would lose by it, all together, against what this request would wait for.
         costs_ns = uncached * self._forecast.prompt_token_ns * (1 + len(decode.tickets))
         if ahead_ns > max(costs_ns, ALONE_AFTER_NS):
-            why = f"{ahead} prompt tokens wait on {replica.id}"
-            return None, 0, f"decode computes the prompt: that takes less than its turn on prefill ({why})"
+            why = f"that takes less than its turn on prefill ({ahead} prompt tokens wait on {replica.id})"
+            return None, 0, f"decode computes the prompt: {why}"
+        if move.took_ns > costs_ns:
+            return None, 0, f"decode computes the prompt: {costs_ns / 1e6:,.1f} ms of its time, less than {move}"
         if ahead_ns > PREFILL_AHEAD_NS or is_held:
             return Short.PREFILL
         cached = f", {demand.prompt - tokens} of them cached" if tokens < demand.prompt else ""
-        return replica, tokens, f"{replica.id} has {ahead} prompt tokens before this one's {demand.prompt}{cached}"
+        return (
+            replica,
+            tokens,
+            f"{replica.id} has {ahead} prompt tokens before this one's {demand.prompt}{cached}; {move}",
+        )
 
-    def _shortest_queue(self, demand: Demand, pool: _Pool, num_bytes: int) -> tuple[int, int, Replica] | Short | None:
-        """(tokens before it, tokens to compute, replica) where the prompt is computed first."""
-        request = demand.request
+    def _shortest_queue(
+        self, demand: Demand, pool: _Pool, num_bytes: int, target: str
+    ) -> tuple[float, int, int, Replica, Move] | Short | None:
+        """(nanoseconds, tokens before it, tokens to compute, replica, move) where pages are first ready on `target`."""
+        request, is_staging_short = demand.request, False
         pages, holders = pool.prefixes.longest(request.prefix_hashes) if request.prefix_hashes else (0, ())
-        best: tuple[int, int, Replica] | None = None
-        is_staging_short = False
+        best: tuple[float, int, int, Replica, Move] | None = None
         usable = (name for name in pool.index.least() if self._registry.can_use(request, name))
         for name in dict.fromkeys((*holders, *islice(usable, CANDIDATES))):
             if name not in pool.index or not self._registry.can_use(request, name):
                 continue
             replica = self._replicas[name]
-            if num_bytes > self._staging_at(replica.announcement.node_id):
+            node_id = replica.announcement.node_id
+            if num_bytes > self._staging.most(node_id):
                 continue
-            if not self._has_staging(replica.announcement.node_id, num_bytes):
+            if not self._staging.has(node_id, num_bytes):
                 is_staging_short = True
                 continue
-            tokens = demand.prompt
-            if pages and name in holders:
-                tokens = max(1, demand.prompt - pages * replica.announcement.block_tokens)
+            tokens = max(1, demand.prompt - (pages * replica.announcement.block_tokens if name in holders else 0))
             ahead = prefill_ahead(replica)
-            if best is None or ahead + tokens < best[0] + best[1]:
-                best = ahead, tokens, replica
+            move = self._staging.move(num_bytes, node_id, target)
+            ready_ns = (ahead + tokens) * self._forecast.prompt_token_ns + move.took_ns
+            if best is None or ready_ns < best[0]:
+                best = ready_ns, ahead, tokens, replica, move
         return Short.STAGING if best is None and is_staging_short else best
-
-    def _staging_at(self, node_id: str) -> int:
-        """The node's own report says how much there is; before the first one, the configuration does."""
-        node = self._registry.nodes.get(node_id)
-        return self._staging_bytes_max if node is None else node.status.bytes_max
-
-    def _has_staging(self, node_id: str, num_bytes: int) -> bool:
-        taken = self._registry.staged.get(node_id, 0)
-        return not taken or taken + num_bytes <= self._staging_at(node_id)
 
 
 def _fullness(replica: Replica) -> float:
