@@ -35,6 +35,7 @@ from ops.grafana.draw import draw
 from ops.prometheus.local import INSTALLED, SHIPPED, Prometheus, prometheus
 
 WINDOW, HOLD, EVERY = "40s", "4s", "4s"
+READY_S = 240.0
 NO_CONTROLLER = "PageferryNoController"
 SETTINGS: dict[str, Any] = {
     "pools.decode.max_replicas": 2,
@@ -70,6 +71,7 @@ def run(staging: Staging, stages: tuple[Stage, ...], record: dict[str, Any], sec
             continue
         say(f"{began:6.1f} s  stage: {stage.name}")
         error = ""
+        staging.ready(READY_S)
         try:
             stage.act(staging)
         except Exception as problem:

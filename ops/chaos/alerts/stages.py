@@ -81,6 +81,15 @@ class Staging:
         found: dict[str, Any] = requests.get(f"{self.service.url}/status", timeout=30).json()
         return found
 
+    def ready(self, seconds: float) -> None:
+        """Waits until the service is healthy again: an earlier stage may have ended its replicas."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.service.url}/health", timeout=10).ok:
+                    return
+            time.sleep(1.0)
+
     def plant(self, kind: str, victim: str, more: float = 0.0, seconds: float = 30.0) -> None:
         """Tries until the victim is where the fault can happen. Raises when it never is."""
         until = time.monotonic() + seconds
@@ -132,8 +141,14 @@ def no_proofs(staging: Staging) -> None:
     """While proofs are lost a request runs, and one after that is proven again."""
     staging.hurt(PageFault.PROOF_LOST, 12, 300, more=20.0)
     staging.watch.wait(lambda firing: "PageferryCheckStopped" in firing, 40)
-    while not staging.watch.wait(lambda firing: "PageferryCheckStopped" not in firing, 3.0):
-        staging.complete(2, 8)
+    _serve_until_clear(staging, "PageferryCheckStopped", 8)
+
+
+def _serve_until_clear(staging: Staging, alert: str, tokens: int) -> None:
+    for _ in range(10):
+        if staging.watch.wait(lambda firing: alert not in firing, 4.0):
+            break
+        staging.complete(2, tokens)
 
 
 def fill_quarantine(staging: Staging) -> None:
@@ -145,8 +160,7 @@ def fill_quarantine(staging: Staging) -> None:
                 planting.submit(staging.plant, PageFault.TABLE_FREE_PAGE, f"mixed-{turn}-{each}-")
         if staging.watch.wait(lambda firing: "PageferryQuarantineFills" in firing, 10):
             break
-    while not staging.watch.wait(lambda firing: "PageferryQuarantineFills" not in firing, 5.0):
-        staging.complete(2, 60)  # steps, in which the oldest pages are given back
+    _serve_until_clear(staging, "PageferryQuarantineFills", 60)  # in its steps the oldest pages are given back
 
 
 def landings_held(staging: Staging) -> None:
@@ -198,7 +212,7 @@ def overcommit(staging: Staging) -> None:
     """Answers that were always short are suddenly long: decode has promised more pages than it has."""
     for _ in range(10):
         staging.complete(2, 800, stop=[" ", "e", "a"], ignore_eos=False)
-    with staging.several(14, 12, 800):
+    with staging.several(16, 12, 500):
         pass
 
 
@@ -254,7 +268,6 @@ STAGES = (
         "three requests' pages have one bit turned over in staging; decode computes them again",
         bad_bytes,
     ),
-    Stage("a page freed early", ("PageferryLedgerBroken",), "it goes back to the pool while it is read", freed_early),
     Stage(
         "no proofs",
         ("PageferryCheckStopped", "PageferryStepsUnproven"),
@@ -280,6 +293,20 @@ STAGES = (
         landings_held,
     ),
     Stage(
+        "decode is killed",
+        ("PageferryReplicasLost", "PageferryNoDecode"),
+        "SIGKILL of the only decode replica and its engine under six streams",
+        kill_decode,
+        wait_s=90,
+    ),
+    Stage(
+        "a prefill engine hangs",
+        ("PageferryEngineHung",),
+        "SIGSTOP of the engine's process",
+        hang_prefill,
+    ),
+    Stage("a page freed early", ("PageferryLedgerBroken",), "it goes back to the pool while it is read", freed_early),
+    Stage(
         "clients at their limits", (), "more requests a minute than allowed; the same prompt twice", clients, wait_s=0
     ),
     Stage(
@@ -289,28 +316,15 @@ STAGES = (
         no_room,
     ),
     Stage(
-        "short answers become long",
-        ("PageferryPreemptions", "PageferryDecodeFull"),
-        "ten short answers, then fourteen of 800 tokens on 160 pages",
-        overcommit,
-    ),
-    Stage(
         "a flood of long prompts",
         ("PageferryRefusing", "PageferryFirstTokenSlow"),
         "24 clients with prompts of 1,200 tokens; the queue holds eight, staging one",
         flood,
     ),
     Stage(
-        "a prefill engine hangs",
-        ("PageferryEngineHung",),
-        "SIGSTOP of the engine's process",
-        hang_prefill,
-    ),
-    Stage(
-        "decode is killed",
-        ("PageferryReplicasLost", "PageferryNoDecode"),
-        "SIGKILL of the only decode replica and its engine under six streams",
-        kill_decode,
-        wait_s=90,
+        "short answers become long",
+        ("PageferryPreemptions", "PageferryDecodeFull"),
+        "ten short answers, then sixteen of 500 tokens on 160 pages",
+        overcommit,
     ),
 )
