@@ -65,13 +65,13 @@ def run(staging: Staging, stages: tuple[Stage, ...], record: dict[str, Any], sec
     watch = staging.watch
     rows: list[dict[str, Any]] = []
     for stage in stages:
+        staging.ready(READY_S)
         began = watch.now
         if began > seconds:
             say(f"{began:6.1f} s  no time left for: {stage.name}")
             continue
         say(f"{began:6.1f} s  stage: {stage.name}")
         error = ""
-        staging.ready(READY_S)
         try:
             stage.act(staging)
         except Exception as problem:
