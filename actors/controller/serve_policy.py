@@ -29,6 +29,7 @@ class FollowController:
         self._question: Any = None
         self._asked_at = -ANSWER_S
         self._looked_at = -FIND_EVERY_S
+        self._problem = ""  # that was logged last
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Replicas that the deployment should have now, for Serve; `context` is its `AutoscalingContext`."""
@@ -37,7 +38,9 @@ class FollowController:
             answer = self._answer()
             self._ask(str(context.app_name), int(context.current_num_replicas), target)
         except Exception as error:  # an exception out of here would stop Serve's loop for every deployment
-            logger.info("the controller of %s cannot be asked for %s: %s", context.app_name, self._pool, error)
+            if (problem := f"{type(error).__name__}: {error}") != self._problem:  # not again at each turn
+                logger.info("the controller of %s cannot be asked for %s: %s", context.app_name, self._pool, problem)
+            self._problem = problem
             self._actor = self._question = answer = None
         return (target if answer is None else answer), {}
 
@@ -48,6 +51,7 @@ class FollowController:
         if done:
             question, self._question = self._question, None
             answer: int | None = ray.get(question)
+            self._problem = ""
             return answer
         if time.monotonic() - self._asked_at > ANSWER_S:
             self._question = self._actor = None

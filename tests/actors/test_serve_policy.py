@@ -106,3 +106,21 @@ def test_a_controller_that_hangs_or_dies_leaves_the_target(ray: Ray) -> None:
     assert turn(policy) == 2 and ray.lookups == 2, "it is looked up anew"
     ray.answers[len(ray.asked)] = RuntimeError("the actor died")
     assert turn(policy) == 2
+
+
+def test_a_controller_that_is_not_there_yet_is_logged_once(ray: Ray, caplog: pytest.LogCaptureFixture) -> None:
+    policy = FollowController("decode")
+    ray.there = False
+    with caplog.at_level("INFO", logger="ray.serve"):
+        for _ in range(5):
+            assert turn(policy) == 2
+            ray.now += FIND_EVERY_S
+        assert len(caplog.records) == 1 and "cannot be asked for decode" in caplog.text
+        ray.there = True
+        turn(policy)
+        ray.answers[1] = 2
+        turn(policy)
+        ray.there, policy._actor = False, None
+        ray.now += 2 * FIND_EVERY_S
+        turn(policy)
+        assert len(caplog.records) == 2, "it was there in between"
