@@ -61,7 +61,8 @@ def test_the_overhead_is_that_of_the_turns(file: Path) -> None:
 
 def test_the_page_of_a_plan_is_that_of_its_requests() -> None:
     for file in RESULTS.glob("*.json"):
-        if (made := json.loads(file.read_text())).get("format") == bench_report.FORMAT:
+        made = json.loads(file.read_text())
+        if isinstance(made, dict) and made.get("format") == bench_report.FORMAT:
             picture = f"![{made['name']}]({file.stem}.png)"
             assert file.with_suffix(".md").read_text().startswith(bench_report.markdown([made], [picture])), file.name
 
