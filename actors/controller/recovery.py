@@ -116,11 +116,11 @@ class Recovery(Tickets):
 
     def _resend_orders(self, now_ns: int) -> None:
         """Says again what a frontend has not acted on: an order may have been lost with a connection."""
-        for ticket_id, told_ns in list(self._order_sent_ns.items()):
+        for ticket_id, sent_ns in list(self._order_sent_ns.items()):
             live = self.registry.tickets.get(ticket_id)
             if live is None or live.lost is None:
                 del self._order_sent_ns[ticket_id]
-            elif now_ns - told_ns >= ORDER_AGAIN_NS and not self._waits(live):
+            elif now_ns - sent_ns >= ORDER_AGAIN_NS and not self._waits(live):
                 self._order_sent_ns[ticket_id] = now_ns
                 self._out.append(ToFrontend(live.ticket.frontend_id, live.lost))
 

@@ -72,7 +72,7 @@ class HangUps:
 
         try:
             await self.app(scope, heard, said)
-        except asyncio.CancelledError:  # a stream that nobody reads
+        except asyncio.CancelledError:  # a stream without a reader
             gone |= not ended
             raise
         finally:

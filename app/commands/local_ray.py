@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def told_every(say: Callable[[str], None], text: str, seconds: float = STILL_S) -> Iterator[None]:
+def repeated_every(say: Callable[[str], None], text: str, seconds: float = STILL_S) -> Iterator[None]:
     """Says `text` with the time that has passed, again and again until the block has ended."""
     over, began = threading.Event(), time.monotonic()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.api.keys import KeyRing, KeysError
-from app.commands.local_ray import free_port, set_environment, told_every, why_no_proxy
+from app.commands.local_ray import free_port, repeated_every, set_environment, why_no_proxy
 from app.commands.own_http import DIRECT
 from app.commands.running import Note
 from app.placement import cpus_asked
@@ -209,7 +209,7 @@ class Service:
 
         frontend = self.spec.frontend
         say("starting Serve and its HTTP proxy")
-        with told_every(say, "still starting Serve and its HTTP proxy"):
+        with repeated_every(say, "still starting Serve and its HTTP proxy"):
             try:
                 serve.start(http_options=HTTPOptions(host=frontend.host, port=frontend.port))
             except (RayError, TimeoutError) as error:

@@ -57,7 +57,7 @@ def _per_second(weight: Callable[[Raw], float]) -> Callable[[Row], float | None]
     return lambda row: sum(weight(request) for request in _good(row)) / row["seconds"]
 
 
-def _told(key: str) -> Callable[[Row], float | None]:
+def _reported(key: str) -> Callable[[Row], float | None]:
     return lambda row: row.get(key)
 
 
@@ -74,17 +74,17 @@ FIGURES = (
     Figure("gap_max", "gap max", "ms", 1e3, False, _gap(1.0)),
     Figure("events_a_read", "events a read", "", 1.0, False, _events_a_read),
     *_quantiles("e2e", "end to end", lambda q: _quantile("seconds", q)),
-    Figure("goodput", "goodput", "/s", 1.0, True, _told("goodput")),
-    Figure("largest", "largest load", "", 1.0, None, _told("largest")),
+    Figure("goodput", "goodput", "/s", 1.0, True, _reported("goodput")),
+    Figure("largest", "largest load", "", 1.0, None, _reported("largest")),
     Figure("errors", "errors", "", 1.0, None, lambda row: float(len(row["requests"]) - len(_good(row)))),
     Figure("retries", "retries", "", 1.0, None, lambda row: float(sum(r["retries"] for r in row["requests"]))),
-    Figure("memory_gib", "memory of the system", "GiB", 1.0, None, _told("memory_gib")),
-    Figure("host_gib", "memory of the host", "GiB", 1.0, None, _told("host_gib")),
-    Figure("held", "requests in decode at once, most", "", 1.0, None, _told("held")),
-    Figure("kv_occupancy", "KV occupancy, peak", "%", 100.0, None, _told("kv_occupancy")),
-    Figure("preemptions", "preemptions", "", 1.0, None, _told("preemptions")),
-    Figure("tokens_moved", "prompt tokens handed over", "", 1.0, None, _told("tokens_moved")),
-    Figure("tokens_recomputed", "tokens recomputed", "", 1.0, None, _told("tokens_recomputed")),
+    Figure("memory_gib", "memory of the system", "GiB", 1.0, None, _reported("memory_gib")),
+    Figure("host_gib", "memory of the host", "GiB", 1.0, None, _reported("host_gib")),
+    Figure("held", "requests in decode at once, most", "", 1.0, None, _reported("held")),
+    Figure("kv_occupancy", "KV occupancy, peak", "%", 100.0, None, _reported("kv_occupancy")),
+    Figure("preemptions", "preemptions", "", 1.0, None, _reported("preemptions")),
+    Figure("tokens_moved", "prompt tokens handed over", "", 1.0, None, _reported("tokens_moved")),
+    Figure("tokens_recomputed", "tokens recomputed", "", 1.0, None, _reported("tokens_recomputed")),
 )
 COMPARED = tuple(figure for figure in FIGURES if figure.higher_is_better is not None)
 HEADLINE = (

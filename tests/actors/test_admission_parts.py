@@ -86,7 +86,7 @@ def test_the_prefix_index_is_bounded_and_keeps_what_is_used() -> None:
     st.tuples(st.integers(1, 40), st.floats(0, 1), st.integers(1, 60)),
     st.integers(0, 20),
 )
-def test_the_outlook_is_what_a_dumb_simulation_finds(
+def test_the_forecast_is_what_a_dumb_simulation_finds(
     running: list[tuple[int, float, int]], new: tuple[int, float, int], overdue: int
 ) -> None:
     """Each request: blocks at its end, the share of them that it still has to grow, seconds left."""

@@ -67,7 +67,7 @@ MESSAGES: list[Any] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_a_message_survives_the_road(message: Hello) -> None:
+def test_a_message_survives_the_socket(message: Hello) -> None:
     frame = encode_frame(message)
     assert frame_length(frame[:4]) == len(frame) - 4
     assert decode_body(frame[4:]) == message
@@ -186,7 +186,7 @@ def test_a_peer_that_does_not_read_costs_its_messages_and_no_time(tmp_path: Path
 
 
 @pytest.mark.parametrize(("num_bytes", "sealed"), [(1 << 20, True), (4096, True), (1 << 20, False)])
-def test_only_memory_of_a_size_that_nobody_can_change_is_mapped(tmp_path: Path, num_bytes: int, sealed: bool) -> None:
+def test_only_memory_of_a_size_that_cannot_change_is_mapped(tmp_path: Path, num_bytes: int, sealed: bool) -> None:
     good = StagingMemory(1 << 20)
     fd = good.fd if sealed else os.memfd_create("x", os.MFD_ALLOW_SEALING)
     if not sealed:

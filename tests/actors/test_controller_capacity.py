@@ -210,7 +210,7 @@ def test_small_requests_pass_a_large_one_that_they_do_not_delay() -> None:
     assert isinstance(rig.answer(large), Ticket)
 
 
-def test_nobody_takes_prefill_from_the_request_that_waits_for_it() -> None:
+def test_no_other_takes_prefill_from_the_request_that_waits_for_it() -> None:
     rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100_000)
     rig.prefill("p")
@@ -237,7 +237,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once_and_may_come_back
     assert 12 <= refused.retry_after_s <= 20
 
 
-def test_a_client_that_gives_up_sooner_is_told_sooner() -> None:
+def test_a_client_that_gives_up_sooner_is_refused_sooner() -> None:
     rig = ControllerDriver(spec_of(admission=WIDE))
     rig.decode("d", blocks_total=100)
     rig.machine.forecast.token_ns = SECOND / 10

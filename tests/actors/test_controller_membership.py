@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller_driver import LAYOUT, SECOND, ControllerDriver, spec_of
+from controller_driver import SECOND, ControllerDriver, spec_of
 
 from actors.controller.events import IncompatibleReplica, NodesDraining, Tick
 from actors.controller.status import audit, status
@@ -20,6 +20,7 @@ from actors.messages import (
     ReplicaLeft,
     Role,
 )
+from ops.simulate.announce import LAYOUT
 
 
 def test_joining_is_idempotent_and_unknown_replicas_are_asked_to_join() -> None:
@@ -237,7 +238,7 @@ def test_a_dead_frontend_is_cancelled_everywhere() -> None:
     assert rig.audit() == []
 
 
-def test_the_controllers_own_pause_is_nobody_elses_silence() -> None:
+def test_the_controllers_own_pause_is_no_silence_of_others() -> None:
     rig = ControllerDriver()
     rig.decode("d", blocks_total=20)
     ticket = rig.admit("one", prompt=500)

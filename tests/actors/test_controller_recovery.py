@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 from controller_driver import SECOND, ControllerDriver, sealed, spec_of
 
 from actors.controller.registry import EPOCH_SHIFT
@@ -17,14 +16,6 @@ from actors.messages import (
     Verdict,
     WaitForHandOver,
 )
-
-
-@pytest.fixture
-def rig() -> ControllerDriver:
-    rig = ControllerDriver()
-    rig.decode("d1", "d2")
-    rig.prefill("p1", "p2")
-    return rig
 
 
 def reborn(rig: ControllerDriver) -> ControllerDriver:
@@ -83,7 +74,7 @@ def test_a_hand_over_asked_of_a_new_life_waits_for_the_seal_or_the_claim(rig: Co
     assert isinstance(new.answer(second), HandOver)
 
 
-def test_old_work_that_nobody_claims_is_stale(rig: ControllerDriver) -> None:
+def test_old_work_without_a_claim_is_stale(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     new = reborn(rig)
     waiting = new.hand_over(ticket, timeout_s=60)
@@ -94,7 +85,7 @@ def test_old_work_that_nobody_claims_is_stale(rig: ControllerDriver) -> None:
     assert new.answer(new.hand_over(ticket)) is Verdict.STALE
 
 
-def test_a_seal_that_nobody_claims_is_given_back(rig: ControllerDriver) -> None:
+def test_a_seal_without_a_claim_is_given_back(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     new = reborn(rig)
     new.report(sealed(ticket))
@@ -114,7 +105,7 @@ def test_a_claimed_ticket_whose_replica_does_not_come_back_goes_elsewhere(rig: C
     assert again.decode == other and again.attempt == 2
 
 
-def test_a_loss_told_to_a_new_life_brings_the_request_along(rig: ControllerDriver) -> None:
+def test_a_loss_reported_to_a_new_life_brings_the_request_along(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     new = reborn(rig)
     new.decode("d9")
@@ -166,7 +157,7 @@ def test_epochs_go_on_when_the_counter_is_full() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=Ticket) == ticket
 
 
-def test_two_calls_for_a_ticket_that_nobody_has_claimed_are_both_answered() -> None:
+def test_two_calls_for_a_ticket_without_a_claim_are_both_answered() -> None:
     rig = ControllerDriver(epoch=7)
     old = 6 << 32 | 1
     first = rig.call(WaitForHandOver(old, 1, 2.0))

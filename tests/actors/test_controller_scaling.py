@@ -119,7 +119,7 @@ def test_one_failed_call_orders_nothing(seed: int) -> None:
     assert [each for each in rig.scaled if each.pool is Role.DECODE and each.target > each.current] == []
 
 
-def test_a_cold_replica_is_told_of() -> None:
+def test_a_cold_replica_is_named() -> None:
     rig = scaled_rig(2)
     run(rig, 5)
     rig.decode("d2")
@@ -189,7 +189,7 @@ def test_a_request_that_wakes_a_pool_waits_for_the_start_up_that_was_seen() -> N
     assert rig.answer(call).decode == "d1"
 
 
-def test_a_request_that_cannot_wait_so_long_is_told_at_once_when_it_can_come_back() -> None:
+def test_a_request_that_cannot_wait_so_long_hears_at_once_when_it_can_come_back() -> None:
     rig = asleep(50)
     refused = rig.busy("impatient", patience_s=20.0)
     assert 30 <= refused.retry_after_s <= 35 and "it would wait for" in refused.reason

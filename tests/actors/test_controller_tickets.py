@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from controller_driver import ControllerDriver
 
 from actors.controller.registry import EPOCH_SHIFT
@@ -18,15 +17,7 @@ from actors.messages import (
 )
 
 
-@pytest.fixture
-def rig() -> ControllerDriver:
-    rig = ControllerDriver()
-    rig.decode("d1", "d2")
-    rig.prefill("p1", "p2")
-    return rig
-
-
-def test_the_straight_road(rig: ControllerDriver) -> None:
+def test_the_way_without_losses(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     assert (
         ticket.prefill in ("p1", "p2")
@@ -52,7 +43,7 @@ def test_the_straight_road(rig: ControllerDriver) -> None:
     assert rig.machine.counters["done"] == 1 and rig.machine.counters["output_tokens"] == 10
 
 
-def test_the_seal_may_come_before_anybody_asks(rig: ControllerDriver) -> None:
+def test_the_seal_may_come_before_it_is_asked_for(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     rig.seal(ticket)
     assert rig.state(ticket) == "sealed"
@@ -107,7 +98,7 @@ def test_a_lost_decode_is_resumed_elsewhere_with_its_tokens(rig: ControllerDrive
     assert rig.audit() == []
 
 
-def test_a_page_mismatch_moves_the_request_and_blames_nobody(rig: ControllerDriver) -> None:
+def test_a_page_mismatch_moves_the_request_and_blames_no_replica(rig: ControllerDriver) -> None:
     ticket = rig.admit(prefix_hashes=(1, 2, 3))
     rig.seal(ticket)
     rig.hand_over(ticket)
@@ -139,7 +130,7 @@ def test_a_replica_reported_lost_counts_as_full_until_it_is_heard(rig: Controlle
     assert ticket.decode in {rig.admit(f"y{n}").decode for n in range(3)}
 
 
-def test_a_loss_told_twice_moves_the_ticket_once(rig: ControllerDriver) -> None:
+def test_a_loss_reported_twice_moves_the_ticket_once(rig: ControllerDriver) -> None:
     ticket = rig.admit()
     first = rig.answer(rig.lost(ticket, Role.DECODE))
     second = rig.answer(rig.lost(ticket, Role.DECODE))

@@ -161,7 +161,7 @@ def test_a_bounded_report_lags_and_is_never_wrong(tracker: CheckTracker, seed: i
     assert book.owners == owners(tracker)
 
 
-def test_a_controller_that_has_forgotten_is_told_everything(tracker: CheckTracker) -> None:
+def test_a_controller_that_has_forgotten_gets_everything(tracker: CheckTracker) -> None:
     take(tracker, "a", 2)
     assert tracker.take_page_deltas(100).whole, "the first report is the whole state"
     leave(tracker, "a")
@@ -173,7 +173,7 @@ def test_a_controller_that_has_forgotten_is_told_everything(tracker: CheckTracke
     assert tracker.take_page_deltas(100).deltas == []
 
 
-def test_a_request_that_came_and_went_between_two_reports_is_not_told(tracker: CheckTracker) -> None:
+def test_a_request_that_came_and_went_between_two_reports_is_not_reported(tracker: CheckTracker) -> None:
     tracker.take_page_deltas(100)
     take(tracker, "a", 2)
     leave(tracker, "a")
@@ -224,7 +224,7 @@ def test_without_tags_the_tables_as_they_are_give_the_book() -> None:
     assert tables and tracker.take_page_deltas(100).deltas == []
 
 
-def test_verdicts_are_told_once(tracker: CheckTracker) -> None:
+def test_verdicts_are_reported_once(tracker: CheckTracker) -> None:
     take(tracker, "a", 2)
     pages = [block.block_id for block in tracker.guard._manager.held["a"]]
     tracker.guard.doubt = lambda page, reason: None  # type: ignore[method-assign]

@@ -200,7 +200,7 @@ def test_every_short_honest_history_is_clean() -> None:
         assert ledger.idle_breaches(pool.free) == [] and not any(ledger.num_breaches.values()), history
 
 
-def test_a_free_that_takes_a_claimed_page_is_refused_and_told_with_its_history() -> None:
+def test_a_free_that_takes_a_claimed_page_is_refused_and_reported_with_its_history() -> None:
     ledger, pool = ledger_of()
     give(ledger, pool, "a", 1, 2)
     assert ledger.free(2) is FreeAnswer.REFUSE  # 4
@@ -257,7 +257,7 @@ def test_a_page_in_doubt_stays_out_until_it_is_lifted() -> None:
     assert ledger.may_hand_out(4) and ledger.num_quarantined == 0
 
 
-def test_a_quarantined_page_is_ripe_when_no_living_request_claims_it_from_before() -> None:
+def test_a_quarantined_page_is_releasable_when_no_living_request_claims_it_from_before() -> None:
     ledger, pool = ledger_of()
     give(ledger, pool, "holder", 2)
     pool.drop(2)  # below the ledger: `holder` keeps its claim on a life that is over

@@ -66,7 +66,7 @@ def test_a_ticket_ends_at_most_once(events: list[TicketEvent]) -> None:
 
 
 @given(EVENTS, st.sampled_from(list(TicketEvent)))
-def test_an_event_told_twice_in_a_row_means_something_once_or_loses_the_attempt_again(
+def test_an_event_sent_twice_in_a_row_means_something_once_or_loses_the_attempt_again(
     events: list[TicketEvent], event: TicketEvent
 ) -> None:
     state = S.ADMITTED

@@ -63,7 +63,7 @@ async def test_a_writer_that_ends_gives_back_what_it_had_half_written(node: Node
     await until(lambda: node.controller.lost.get((1, 1)) == "engine p#0 is gone")
 
 
-async def test_a_writer_that_cannot_seal_is_told_at_once(node: Node) -> None:
+async def test_a_writer_that_cannot_seal_is_reported_at_once(node: Node) -> None:
     """Not when the hand-over's deadline or the lease ends."""
     link = await node.link()
     await node.lease(1)
@@ -84,7 +84,7 @@ async def test_what_can_never_be_had_raises_and_what_is_full_waits(node: Node) -
     assert isinstance(await waiting, Lease)
 
 
-async def test_both_ends_see_the_same_bytes_and_nobody_can_shrink_them(node: Node) -> None:
+async def test_both_ends_see_the_same_bytes_and_neither_can_shrink_them(node: Node) -> None:
     link = await node.link()
     lease = await node.lease(1)
     with link.staging.bytes_of(lease) as view:

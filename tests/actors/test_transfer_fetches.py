@@ -74,7 +74,7 @@ def test_a_ticket_whose_bytes_come_from_another_node_gets_no_lease_to_write() ->
     assert isinstance(node.answers[node.ask(1)], ev.Refuse), "while decode reads"
 
 
-def test_bytes_that_a_fetch_still_writes_are_lent_to_nobody() -> None:
+def test_bytes_that_a_fetch_still_writes_are_not_lent() -> None:
     node = Node()
     call = node.read(far(1, 16 * MIB))
     fetch = fetch_of(node)

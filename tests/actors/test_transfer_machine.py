@@ -48,7 +48,7 @@ def test_what_the_front_cannot_use_is_lent_to_those_behind_it() -> None:
     assert isinstance(node.answers[behind], Lease)
 
 
-def test_who_waits_too_long_gets_nothing_and_holds_up_nobody() -> None:
+def test_who_waits_too_long_gets_nothing_and_delays_no_other() -> None:
     node = Node()
     node.lease(1, 12 * MIB)
     large, small = node.ask(2, 16 * MIB, wait_s=3), node.ask(3, 4 * MIB, wait_s=10)
@@ -108,7 +108,7 @@ def test_an_engine_that_is_gone_gets_no_bytes_and_one_that_is_not_there_yet_wait
 # -- seals
 
 
-def test_a_writer_that_is_done_without_a_complete_seal_is_told_at_once() -> None:
+def test_a_writer_that_is_done_without_a_complete_seal_is_reported_at_once() -> None:
     node = Node()
     node.lease(1)
     node.step(ev.FromEngine("p#0", WriterDone(ticket_id=1, attempt=1)))
@@ -116,7 +116,7 @@ def test_a_writer_that_is_done_without_a_complete_seal_is_told_at_once() -> None
     assert node.machine.staging.bytes_held == 0
 
 
-def test_a_seal_that_contradicts_itself_is_told_at_once() -> None:
+def test_a_seal_that_contradicts_itself_is_reported_at_once() -> None:
     node = Node()
     node.lease(1)
     node.step(ev.FromEngine("p#0", sealed(1, last=False)))

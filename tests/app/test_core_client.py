@@ -224,7 +224,7 @@ async def test_a_client_that_leaves_is_heard_in_every_phase(phase: str) -> None:
     assert [outcome for _, outcome, _ in far.ends] == [Outcome.CANCELLED]
 
 
-async def test_a_stop_string_ends_it_as_done_and_decode_is_told() -> None:
+async def test_a_stop_string_ends_it_as_done_and_in_decode() -> None:
     far = FakeCluster()
     client = far.client()
     await client.add_request_async(request())

@@ -46,7 +46,7 @@ def test_it_waits_until_the_new_replicas_serve(capsys: pytest.CaptureFixture[str
     assert said == ["pageferry deploy: Serve has not begun", "pageferry deploy: Decode 1 of 1 running, 1 starting"]
 
 
-def test_a_failure_is_told_with_its_reason() -> None:
+def test_a_failure_is_shown_with_its_reason() -> None:
     with pytest.raises(RuntimeError, match=r"a: it failed\nDecode: no such model"):
         deploy._wait(Client(details("DEPLOY_FAILED")), {"a": BEFORE}, 60.0)
 

@@ -235,7 +235,7 @@ async def test_a_client_that_leaves(server: Server, stream: bool) -> None:
     assert server.far.decodes["d1"].aborted == list(server.far.decodes["d1"].submitted)
 
 
-async def test_tenants_have_salts_of_their_own_on_every_road(server: Server) -> None:
+async def test_tenants_have_salts_of_their_own_on_every_route(server: Server) -> None:
     for key in ("sk-red", "sk-blue"):
         assert (await server.ask("/v1/completions", {"prompt": "x " * 80, "max_tokens": 1}, key))[0] == 200
     salts = [request.cache_salt for request in server.far.decodes["d1"].submitted.values()]

@@ -36,7 +36,7 @@ def test_one_decode_replica_is_enough(state: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["draining", "fenced"])
-def test_a_replica_that_takes_no_tickets_serves_nobody(state: str) -> None:
+def test_a_replica_that_takes_no_tickets_serves_no_client(state: str) -> None:
     assert judge(spec(), status(spec(), state)).startswith("no decode replica has joined")
 
 

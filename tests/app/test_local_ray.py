@@ -12,7 +12,7 @@ import pytest
 from actors.transfer.memory import socket_folder
 from app.cli import main
 from app.commands import running
-from app.commands.local_ray import told_every, why_no_proxy
+from app.commands.local_ray import repeated_every, why_no_proxy
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_wait_without_news_is_said() -> None:
     said: list[str] = []
-    with told_every(said.append, "still starting", 0.05):
+    with repeated_every(said.append, "still starting", 0.05):
         time.sleep(0.3)
     count = len(said)
     time.sleep(0.15)

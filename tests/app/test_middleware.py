@@ -163,7 +163,7 @@ async def test_the_same_words_elsewhere_are_nobodys_business(body: Any) -> None:
     assert status == 200 and json.loads(raw)["body"] == body
 
 
-async def test_tenants_are_told_by_their_key() -> None:
+async def test_tenants_are_known_by_their_key() -> None:
     tenants = {"sk-one": "red", "sk-two": "blue"}
     status, _, raw = await call("/v1/completions", {}, tenants=tenants, authorization="Bearer sk-two")
     assert status == 200 and json.loads(raw)["tenant"] == "blue"

@@ -11,7 +11,7 @@ from app.api.fault_injection import NoVictim, plant
 from cluster.fault_kinds import FaultError
 
 
-async def test_a_victim_is_found_by_a_part_of_its_name_and_its_engine_is_told() -> None:
+async def test_a_victim_is_found_by_a_part_of_its_name_and_its_engine_is_called() -> None:
     far = FakeCluster()
     client, sent = far.client(), []
 

@@ -309,7 +309,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=60), st.sampled_from(Recovery), st.booleans(), EVENTS)
-def test_every_road_can_be_ended_and_stays_ended(
+def test_every_state_can_be_ended_and_stays_ended(
     events: list[Event], recovery: Recovery, retries: bool, late: Event
 ) -> None:
     now, _ = tell(*events, recovery=recovery, retries=retries)

@@ -68,7 +68,7 @@ async def test_followers_end_when_there_is_no_other_place() -> None:
     assert all("nothing is left" in message for message in faults.values())
 
 
-async def test_a_stream_that_its_replica_was_told_to_drop_goes_on_elsewhere() -> None:
+async def test_a_stream_that_its_replica_had_to_drop_goes_on_elsewhere() -> None:
     far = FakeCluster()
     far.lost_answers = [far.ticket(1, 2, decode="d2")]
     client = far.client()

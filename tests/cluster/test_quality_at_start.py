@@ -49,7 +49,7 @@ def test_law_1_what_was_found_bad_is_refused_with_a_way_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("state", [None, State.UNJUDGED])
-def test_law_2_what_nobody_judged_is_warned_of_or_refused(
+def test_law_2_what_has_no_verdict_is_warned_of_or_refused(
     tmp_path: Path, state: State | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = compressed(tmp_path / "int4", state)

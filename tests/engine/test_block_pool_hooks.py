@@ -260,7 +260,7 @@ def test_when_nothing_else_is_left_a_held_page_is_handed_out_and_the_reader_is_s
     assert tracker.audit(idle=True)["laws_broken"] == []
 
 
-def test_each_fault_is_told_once_and_as_what_it_is() -> None:
+def test_each_fault_is_reported_once_and_as_what_it_is() -> None:
     service, rng = Service(), random.Random(0)
     tracker = service.tracker
     assert tracker is not None
@@ -297,7 +297,7 @@ def test_each_fault_is_told_once_and_as_what_it_is() -> None:
     assert tracker.audit(idle=True)["laws_broken"] == []
 
 
-def test_a_spoiled_count_is_found_although_nobody_touches_the_page() -> None:
+def test_a_spoiled_count_is_found_although_no_request_touches_the_page() -> None:
     service, rng = Service(), random.Random(0)
     tracker = service.tracker
     assert tracker is not None

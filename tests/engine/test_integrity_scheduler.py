@@ -350,7 +350,7 @@ def test_a_repeated_reset_of_the_prefix_cache_works_although_pages_are_quarantin
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_spoiled_pool_ends_some_and_kills_nobody(config: Any, seed: int) -> None:
+def test_a_spoiled_pool_ends_some_and_kills_no_engine(config: Any, seed: int) -> None:
     """Pages freed early, taken, or one reference short, at any time of a busy schedule with a step in flight."""
     engine = Engine(config, random.Random(200 + seed))
     kinds = ("page_freed_and_taken", "page_freed_early", "shared_page_freed_early")

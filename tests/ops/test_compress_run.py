@@ -230,7 +230,7 @@ def test_law_3_a_worker_cannot_grow_past_its_share() -> None:
     assert chunk >= 1 << 20
 
 
-def test_law_4_verification_by_another_road(source: Path, result: Path, tmp_path: Path) -> None:
+def test_law_4_verification_by_other_code(source: Path, result: Path, tmp_path: Path) -> None:
     checkpoint, plan = planned(source)
     found = verify(checkpoint, plan, result, workers=1)
     assert found.problems == []

@@ -155,7 +155,7 @@ def test_first_everything_is_created_then_nothing_changes(
     assert set(run(capsys, url, token).values()) == {"unchanged"} and not state.writes
 
 
-def test_what_somebody_changed_is_put_right_and_the_rest_is_left(
+def test_what_was_changed_there_is_put_right_and_the_rest_is_left(
     grafana: tuple[Grafana, str], token: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, url = grafana

@@ -208,7 +208,7 @@ def test_serve_says_what_it_waits_for_and_answers(running: Running) -> None:
         assert client.chat("Name a colour.", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
 
 
-def test_a_request_that_can_is_run_again_elsewhere_and_nobody_notices(running: Running) -> None:
+def test_a_request_that_can_is_run_again_elsewhere_and_no_client_notices(running: Running) -> None:
     right, neighbours = alone(running, DAYS, 90), alone(running, SEASONS, 120)
     settled(running)
     neighbour = Neighbour(running, 120)

@@ -46,18 +46,9 @@ from actors.messages import (
     WaitForHandOver,
 )
 from cluster.spec import ClusterSpec
+from ops.simulate.announce import LAYOUT
 
 SECOND = 1_000_000_000
-LAYOUT: dict[str, Any] = {
-    "num_layers": 2,
-    "page_tokens": 32,
-    "num_kv_heads": 1,
-    "head_dim": 64,
-    "order": "cpu_vec",
-    "rounding": "nearest_even",
-    "k_scales": [1.0],
-    "v_scales": [1.0],
-}
 
 
 def spec_of(**sections: Any) -> ClusterSpec:

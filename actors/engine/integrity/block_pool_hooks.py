@@ -36,7 +36,7 @@ class BlockPoolHooks:
         self._managers = manager.coordinator.single_type_managers
         self._on_life = on_life
         self._on_released = on_released
-        self._scrub_at = 1
+        self._next_checked = 1
         self._quarantine_max = max(1, int(QUARANTINED_SHARE_MAX * (ledger.num_pages - 1)))
         self.blind_to: set[int] = set()  # pages that fault injection takes past the screen below
         pool = self.pool
@@ -194,13 +194,13 @@ class BlockPoolHooks:
 
     def check_some_pages(self) -> None:
         """A few pages a step: a count that fell below its claims is found even if no request touches the page."""
-        begin, ledger = self._scrub_at, self.ledger
+        begin, ledger = self._next_checked, self.ledger
         end = min(begin + SCRUBBED_PER_STEP, ledger.num_pages)
         for block, claims in zip(self.pool.blocks[begin:end], ledger.claim_counts(begin, end)):
             if block.ref_cnt < claims and ledger.short(block.block_id):
                 self._put_in_doubt(block.block_id, "fewer references than claims")
                 self.repair(block)
-        self._scrub_at = 1 if end == ledger.num_pages else end
+        self._next_checked = 1 if end == ledger.num_pages else end
 
     def trim_quarantine(self) -> None:
         """Keeps the quarantine from starving the scheduler: above its share it releases pages that no request holds."""

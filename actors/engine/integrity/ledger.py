@@ -34,7 +34,6 @@ STEPS_IN_FLIGHT = 4  # more than vLLM ever schedules ahead
 
 
 class Law(StrEnum):
-    CONSERVATION = "conservation"
     SHARING = "sharing"
     UNDERFLOW = "underflow"
     FREED_WHILE_HELD = "freed_while_held"

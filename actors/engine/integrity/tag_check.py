@@ -45,8 +45,6 @@ class IntegrityError(RuntimeError):
 
 
 class Check(Protocol):
-    enabled: bool
-
     def step(self, delta: IntegrityDelta | None, view: StepView | None) -> None: ...
 
     def proof(self) -> Proof | None: ...
@@ -55,8 +53,6 @@ class Check(Protocol):
 
 
 class NoCheck:
-    enabled = False
-
     def step(self, delta: IntegrityDelta | None, view: StepView | None) -> None:
         pass
 
@@ -92,8 +88,6 @@ class _DeviceProof(Proof):
 
 class TagCheck:
     """`max_rows` requests a step, `max_pages` positions a request, on `device`."""
-
-    enabled = True
 
     def __init__(
         self, num_pages: int, page_tokens: int, max_rows: int, max_pages: int, device: torch.device | str = "cpu"

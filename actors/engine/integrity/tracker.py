@@ -105,8 +105,6 @@ class PageReport:
 class Tracker(Protocol):
     """What the scheduler half needs of integrity; `CheckTracker` does it, `NoTracker` does nothing."""
 
-    enabled: bool
-
     def bind(self, manager: Any) -> None:
         """Once, when the KV cache manager exists."""
 
@@ -133,8 +131,6 @@ class Tracker(Protocol):
 
 
 class NoTracker:
-    enabled = False
-
     def __init__(self) -> None:
         self._tables: Mapping[str, list[Any]] = {}  # vLLM's own block table of each request
         self._reported: dict[str, tuple[list[Any], int]] | None = None  # the table, and how many of its pages
@@ -180,8 +176,6 @@ class NoTracker:
 
 
 class CheckTracker:
-    enabled = True
-
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.ledger: Ledger

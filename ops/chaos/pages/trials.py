@@ -274,7 +274,7 @@ async def landing(harness: Harness, trial: Trial, rng: random.Random) -> None:
 
 
 async def proofs(harness: Harness, trial: Trial, rng: random.Random) -> None:
-    """Steps without a proof are counted, and nobody is hurt: no page was wrong."""
+    """Steps without a proof are counted, and no request is harmed: no page was wrong."""
 
     async def unproven() -> int:
         counters = (await harness.pair.decode.audit())["scheduler"]["counters"]
