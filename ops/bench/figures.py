@@ -146,11 +146,16 @@ def cost_per_million(raw: Raw, arm: str, load: str) -> float | None:
     return price * sum(row["seconds"] for row in rows) / 3600 / tokens * 1e6 if price and tokens else None
 
 
+def spread_arm(raw: Raw) -> str:
+    """The arm whose paired log ratios say how far equal rounds are apart: the A/A arm, or else the first other one, as
+    a difference that is the same in each round does not widen them. "" where there is the baseline alone."""
+    return next((arm for arm in sorted(raw["arms"], key=lambda arm: arm != AGAIN) if arm != BASELINE), "")
+
+
 def detectable(raw: Raw, load: str, figure: Figure) -> float | None:
-    """The smallest relative difference that this many rounds find in 80 % of runs, from the A/A arm's spread."""
-    if AGAIN not in raw["arms"]:
-        return None
-    logs = log_ratios(raw, AGAIN, BASELINE, load, figure)
+    """The smallest relative difference that this many rounds find in 80 % of runs."""
+    arm = spread_arm(raw)
+    logs = log_ratios(raw, arm, BASELINE, load, figure) if arm else []
     return stats.detectable(statistics.stdev(logs), len(logs)) if len(logs) > 1 else None
 
 
