@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from ops.bench import belief, controller, flood, flood_report, side_by_side, stats
 from ops.bench import report as bench_report
-from ops.bench import stats
 from ops.bench.integrity_cost.cli import text as cost_table
 from ops.bench.integrity_cost.share import Burst, table
+from ops.bench.scaling import held_out
+from ops.bench.scaling.autoscale import Outcome
 from ops.chaos.processes import report
 
 RESULTS = Path(__file__).parents[2] / "ops" / "results"
@@ -75,6 +77,25 @@ def test_the_table_of_a_campaign_is_that_of_its_runs(name: str) -> None:
     for row in rows:
         if "stall_s" in row.get("more", {}):
             assert f"| {row['more']['stall_s']:.3f} s |" in page
+
+
+LIVE = {"flood": flood_report.table, "belief": belief.table, "side-by-side": side_by_side.table}
+
+
+@pytest.mark.parametrize("name", [name for name in LIVE if (RESULTS / f"{name}.md").exists()])
+def test_the_table_of_a_campaign_on_a_real_service_is_that_of_its_repeats(name: str) -> None:
+    assert LIVE[name](flood.read(RESULTS / f"{name}.jsonl")) in (RESULTS / f"{name}.md").read_text()
+
+
+def test_the_tables_of_controller_and_held_out_arrivals_are_those_of_their_runs() -> None:
+    rows = raw("controller.json")["rows"]
+    if "decision_p99_us" in rows[0]:  # an older record has fewer columns than its page's command gives now
+        table_of_runs = controller.table([controller.Figures(**row) for row in rows])
+        assert table_of_runs in (RESULTS / "controller.md").read_text()
+    page, runs = RESULTS / "simulate-held-out.md", RESULTS / "simulate" / "held-out-runs.jsonl"
+    if page.exists():
+        found = held_out.comparisons([Outcome(**json.loads(line)) for line in runs.read_text().splitlines()])
+        assert held_out.table(found) in page.read_text() and held_out.plainly(found) in page.read_text()
 
 
 def test_the_cost_of_the_tag_check_is_that_of_the_bursts() -> None:
