@@ -36,6 +36,8 @@ def set_environment(mark: str, all_interfaces: bool) -> None:
         os.environ.setdefault("RAY_SERVE_HAPROXY_STATS_PORT", str(free_port()))
         use_haproxy_wrapper(os.environ)
         os.environ.setdefault("RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S", "120")  # Serve's 30 s pass on a busy machine
+    if not all_interfaces:
+        ray_on_loopback()
 
 
 def ray_on_loopback() -> None:
