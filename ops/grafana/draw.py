@@ -19,6 +19,8 @@ from ops.grafana.panels import WIDTH, Dashboard, Panel, Query
 
 POINTS = 200
 TIMEOUT_S = 30.0
+CELL_IN, TITLE_IN = (0.72, 0.37), 0.6  # one cell of the grid, and the line above it, in inches
+LEGEND_MAX = 9
 
 
 def evaluate(prometheus: str, query: Query, start: float, end: float, window: str) -> list[dict[str, Any]]:
@@ -47,45 +49,87 @@ def draw(board: Dashboard, prometheus: str, start: float, end: float, window: st
     from matplotlib import pyplot
 
     places = [panel["gridPos"] for panel in board.to_json()["panels"]]
-    height = max(place["y"] + place["h"] for place in places)
-    figure = pyplot.figure(figsize=(16, height * 0.45), facecolor="#f4f5f5")
-    figure.suptitle(board.title, x=0.02, ha="left", fontsize=13)
+    rows = max(place["y"] + place["h"] for place in places)
+    width_in, height_in = WIDTH * CELL_IN[0], rows * CELL_IN[1] + TITLE_IN
+    figure = pyplot.figure(figsize=(width_in, height_in), facecolor="#f4f5f5")
+    figure.text(0.2 / width_in, 1 - 0.32 / height_in, board.title, fontsize=14, va="center")
     filled = 0
     for panel, place in zip(board.panels, places, strict=True):
-        box = (
-            place["x"] / WIDTH + 0.03,
-            0.93 - 0.93 * (place["y"] + place["h"]) / height + 0.025,
-            place["w"] / WIDTH - 0.045,
-            0.93 * place["h"] / height - 0.065,
-        )
-        axes = figure.add_axes(box)
+        card = (place["x"] * CELL_IN[0], height_in - TITLE_IN - (place["y"] + place["h"]) * CELL_IN[1])
+        size = (place["w"] * CELL_IN[0], place["h"] * CELL_IN[1])
         found = [(q, s) for q in panel.queries for s in evaluate(prometheus, q, start, end, window)]
         filled += bool(found)
-        _panel(axes, panel, found, start)
+        _card(figure, card, size, panel.title, (width_in, height_in))
+        inside = (card[0] + 0.6, card[1] + 0.32, size[0] - 0.8, size[1] - 0.78)
+        axes = figure.add_axes(tuple(value / (width_in, height_in)[n % 2] for n, value in enumerate(inside)))
+        _panel(axes, panel, found, start, end)
     figure.savefig(to, dpi=80)
     pyplot.close(figure)
     return filled
 
 
-def _panel(axes: Any, panel: Panel, found: list[tuple[Query, dict[str, Any]]], start: float) -> None:
-    axes.set_title(f"{panel.title} [{panel.unit}]", fontsize=8, loc="left")
+def _card(figure: Any, at: tuple[float, float], size: tuple[float, float], title: str, whole: Any) -> None:
+    """A white box with the panel's title; inches."""
+    from matplotlib.patches import Rectangle
+
+    x, y, w, h = (
+        value / whole[n % 2] for n, value in enumerate((at[0] + 0.06, at[1] + 0.06, size[0] - 0.12, size[1] - 0.12))
+    )
+    figure.add_artist(
+        Rectangle((x, y), w, h, facecolor="white", edgecolor="#d8d9da", transform=figure.transFigure, zorder=-1)
+    )
+    figure.text(x + 0.12 / whole[0], y + h - 0.18 / whole[1], title, fontsize=10, va="center", weight="bold")
+
+
+def said(value: float, unit: str) -> str:
+    """With its unit, as Grafana would write it."""
+    if unit == "percentunit":
+        return f"{100 * value:.3g} %"
+    if unit == "s":
+        return f"{value:.3g} s" if abs(value) >= 1 or value == 0 else f"{1000 * value:.3g} ms"
+    if unit in ("bytes", "Bps"):
+        for name in ("B", "KiB", "MiB", "GiB", "TiB"):
+            if abs(value) < 1024 or name == "TiB":
+                return f"{value:.3g} {name}" + ("/s" if unit == "Bps" else "")
+            value /= 1024
+    return f"{value:.3g}" + ("/s" if unit.endswith("ps") else "")
+
+
+def _panel(axes: Any, panel: Panel, found: list[tuple[Query, dict[str, Any]]], start: float, end: float) -> None:
     if panel.kind == "stat":
         axes.axis("off")
         values = [float(series["values"][-1][1]) for _, series in found]
         red = panel.red is not None and any(value >= panel.red for value in values)
-        text = "  ".join(f"{value:.3g}" for value in values) or "0"
-        axes.text(0.5, 0.4, text, fontsize=20, ha="center", va="center", color="firebrick" if red else "green")
+        text = "  ".join(said(value, panel.unit) for value in values) or "0"
+        axes.text(0.5, 0.5, text, fontsize=22, ha="center", va="center", color="firebrick" if red else "seagreen")
         return
-    axes.tick_params(labelsize=6)
+    axes.tick_params(labelsize=8, length=0)
     axes.grid(alpha=0.3)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.set_xlim(0, end - start)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 60:.0f} min" if end - start > 180 else f"{value:.0f} s")
+    axes.xaxis.set_major_locator(_minutes(end - start))
+    axes.yaxis.set_major_formatter(lambda value, _: said(value, panel.unit))
+    highest = 0.0
     for query, series in found:
         times = [float(at) - start for at, _ in series["values"]]
-        axes.plot(times, [float(value) for _, value in series["values"]], lw=1, label=legend(query, series["metric"]))
+        values = [float(value) for _, value in series["values"]]
+        highest = max([highest, *(value for value in values if value == value and abs(value) != float("inf"))])
+        axes.plot(times, values, lw=1.4, label=legend(query, series["metric"]))
+    axes.set_ylim(0, 1.3 * highest or 1.0)  # room for the legend
     if found:
-        axes.legend(fontsize=5, loc="upper left", ncols=2)
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[:LEGEND_MAX], labels[:LEGEND_MAX], fontsize=7.5, loc="upper left", ncols=3, frameon=False)
     else:
-        axes.text(0.5, 0.5, "no data", ha="center", transform=axes.transAxes, fontsize=8, color="gray")
-    axes.set_ylim(bottom=0)
+        axes.text(0.5, 0.5, "no data", ha="center", transform=axes.transAxes, fontsize=10, color="gray")
+
+
+def _minutes(seconds: float) -> Any:
+    from matplotlib.ticker import MaxNLocator, MultipleLocator
+
+    step = next((each for each in (1, 2, 5, 10, 30, 60) if seconds / 60 / each <= 6), 120)
+    return MultipleLocator(60 * step) if seconds > 180 else MaxNLocator(5)
 
 
 def main(argv: list[str]) -> int:
