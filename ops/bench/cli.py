@@ -113,7 +113,7 @@ def deliver(args: argparse.Namespace, name: str, report: dict[str, Any], text: s
     written = json.dumps(plain(report), indent=1)
     (out / f"{name}.json").write_text(written + "\n")
     heading = f"# `{report['facts']['command']}`\n\n{facts.one_line(report['facts'])}\n"
-    (out / f"{name}.md").write_text(f"{heading}\n{text}\n")
+    (out / f"{name}.md").write_text(f"{heading}\n{text}\n\n![{name}]({name}.png)\n")
     if args.json:
         print_json(plain(report))
     else:
@@ -150,14 +150,18 @@ def _plan(args: argparse.Namespace, argv: list[str]) -> int:
     words = vocabulary(_tokenizer(base))
     say(f"{made.name}: {made.rounds} rounds of {', '.join(made.names)}")
     known, until = facts.gather(argv), time.monotonic() + 60 * (args.minutes or math.inf)
-    with tempfile.TemporaryDirectory(prefix="pfb-logs-") as folder:
-        visits = asyncio.run(rounds.run(made, specs, words, say, Path(folder), until))
-    tree = report.results(made, known, specs, visits, words, base.model.path)
     out = args.out or report.STORE
     out.mkdir(parents=True, exist_ok=True)
     name = f"{made.name}-quick" if args.quick else made.name
     file = out / f"{name}-{known['commit'] or 'unknown'}.json"
-    file.write_text(json.dumps(tree) + "\n")
+    tree: dict[str, Any] = {}
+
+    def keep(visits: list[rounds.Visit]) -> None:
+        tree.update(report.results(made, known, specs, visits, words, base.model.path))
+        file.write_text(json.dumps(tree) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="pfb-logs-") as folder:
+        asyncio.run(rounds.run(made, specs, words, say, Path(folder), until, keep))
     if tree["breaches"]:
         return refuse(tree["breaches"])
     print_json(tree) if args.json else print(report.markdown([tree]))

@@ -37,7 +37,7 @@ def ferry(report: dict[str, Any], caption: str, path: Path) -> None:
         axis.errorbar(
             pages, share, spread, marker="o", ms=3, ls=style, color=colours[layout], label=f"{layout}, {road}"
         )
-    axis.axhline(0.5, color="black", lw=0.8, ls=":")
+    axis.axhline(0.8, color="black", lw=0.8, ls=":")
     axis.set_xscale("log", base=2)
     axis.set_ylim(0, 1.05)
     axis.set_xlabel("pages a hand-over")

@@ -12,7 +12,7 @@ import math
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,16 @@ class Arm:
 
 
 async def run(
-    plan: Plan, specs: Sequence[SystemSpec], words: Sequence[int], say: Say, folder: Path, until: float = math.inf
+    plan: Plan,
+    specs: Sequence[SystemSpec],
+    words: Sequence[int],
+    say: Say,
+    folder: Path,
+    until: float = math.inf,
+    keep: Callable[[list[Visit]], None] = lambda _: None,
 ) -> list[Visit]:
-    """All visits in the order in which they were made. Stops after a round with a breach (no speed will be shown), and
-    after the round in which `until` (monotonic seconds) has passed."""
+    """All visits in the order in which they were made; `keep` gets them after each round. Stops after a round with a
+    breach (no speed will be shown), and after the round in which `until` (monotonic seconds) has passed."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # systems end with this process
@@ -68,6 +74,7 @@ async def run(
             else:
                 visits = [await _alone(plan, spec, words, number, say, folder) for spec in _rotated(specs, number)]
             made += visits
+            keep(made)
             found = breaches(made)
             say(f"round {number + 1} of {plan.rounds}: {_progress(visits)}, {len(found)} breaches")
             if found or time.monotonic() > until:
@@ -130,9 +137,11 @@ async def _measure(
         sampler = Sampler(arm)
         await sampler.look()
         meter, watching = Meter([arm.running]), asyncio.create_task(sampler.watch())
-        outcome = await drive.run(arm.target, each, words, plan.seed, f"round {made.round}")
-        foreign = meter.foreign()
-        watching.cancel()
+        try:
+            outcome = await drive.run(arm.target, each, words, plan.seed, f"round {made.round}")
+            foreign = meter.foreign()
+        finally:
+            watching.cancel()
         if arm.spec.hands_over:
             await asyncio.sleep(1.5)  # replicas and transfer actors report twice a second
         await sampler.look()

@@ -57,7 +57,9 @@ def server(name: str, step_s: float = 0.004, fault: str = "") -> SystemSpec:
 
 
 async def results(tmp_path: Path, of: Plan, specs: list[SystemSpec]) -> dict[str, Any]:
-    visits = await rounds.run(of, specs, WORDS, lambda text: None, tmp_path)
+    kept: list[int] = []
+    visits = await rounds.run(of, specs, WORDS, lambda text: None, tmp_path, keep=lambda made: kept.append(len(made)))
+    assert kept and kept[-1] == len(visits) and len(kept) == len({visit.round for visit in visits})
     return report.results(of, facts.gather(["small"]), specs, visits, WORDS, "m")
 
 
