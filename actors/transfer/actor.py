@@ -108,7 +108,7 @@ class KVTransfer:
 
     async def close(self) -> None:
         """Ends the loops and removes the socket. The memory goes with the last process that has it mapped."""
-        for task in self._tasks:
+        for task in self._tasks - {asyncio.current_task()}:  # which may be the one that ends an orphan
             task.cancel()
         self.links.close()
         self.hosts.close()

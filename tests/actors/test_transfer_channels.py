@@ -243,3 +243,15 @@ async def test_a_probe_says_which_way_works_and_what_it_carries(pair: Pair) -> N
     pair.there.transfer._server.close()
     assert await pair.here.transfer.probe("far")
     assert pair.link().way == "objects" and pair.link().reason.startswith("direct: ")
+
+
+async def test_an_actor_that_ends_in_one_of_its_own_tasks_ends_whole(pair: Pair) -> None:
+    """As an orphan does: after `close` it ends its process."""
+    ended = asyncio.Event()
+
+    async def as_an_orphan() -> None:
+        await pair.here.transfer.close()
+        ended.set()
+
+    pair.here.transfer._spawn(as_an_orphan())
+    await asyncio.wait_for(ended.wait(), 10.0)
