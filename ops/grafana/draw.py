@@ -60,7 +60,7 @@ def draw(board: Dashboard, prometheus: str, start: float, end: float, window: st
         found = [(q, s) for q in panel.queries for s in evaluate(prometheus, q, start, end, window)]
         filled += bool(found)
         _card(figure, card, size, panel.title, (width_in, height_in))
-        inside = (card[0] + 0.6, card[1] + 0.32, size[0] - 0.8, size[1] - 0.78)
+        inside = (card[0] + 0.75, card[1] + 0.32, size[0] - 0.95, size[1] - 0.78)
         axes = figure.add_axes(tuple(value / (width_in, height_in)[n % 2] for n, value in enumerate(inside)))
         _panel(axes, panel, found, start, end)
     figure.savefig(to, dpi=80)
@@ -92,7 +92,11 @@ def said(value: float, unit: str) -> str:
             if abs(value) < 1024 or name == "TiB":
                 return f"{value:.3g} {name}" + ("/s" if unit == "Bps" else "")
             value /= 1024
-    return f"{value:.3g}" + ("/s" if unit.endswith("ps") else "")
+    rate = "/s" if unit.endswith("ps") else ""
+    for limit, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / size:.3g}{letter}{rate}"
+    return f"{value:.3g}{rate}"
 
 
 def _panel(axes: Any, panel: Panel, found: list[tuple[Query, dict[str, Any]]], start: float, end: float) -> None:
