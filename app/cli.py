@@ -93,7 +93,9 @@ COMMANDS: dict[str, Command] = {
         ("results/kv-dtype-1a2b3c.json --out page", "--compare 1a2b3c 4d5e6f"),
     ),
     "eval": Command(
-        "ops.accuracy.cli", "accuracy of the hand-over against a single engine", ("local-cpu --rounds 1 --json",)
+        "ops.accuracy.cli",
+        "gates on the hand-over's accuracy against one BF16 engine",
+        ("local-cpu --seed 2 --out accuracy.json", "suites local-cpu --data gsm8k=cases.jsonl --lm-eval FOLDER"),
     ),
     "completion": Command("app.commands.completion", "a completion script for bash, zsh or fish", ("bash", "fish")),
 }

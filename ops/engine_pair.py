@@ -289,18 +289,26 @@ class EnginePair:
             del self._queues[request_id]
 
     async def generate(
-        self, prompt: list[int], params: Any, *, hand_over: bool = True, then: Sequence[int] = ()
+        self,
+        prompt: list[int],
+        params: Any,
+        *,
+        hand_over: bool = True,
+        then: Sequence[int] = (),
+        kind: str = "",
+        cache_salt: str | None = None,
     ) -> Generation:
-        """`then`: tokens after the prompt that are out already; decode goes on behind them."""
-        request_id = uuid.uuid4().hex
+        """`then`: tokens after the prompt that are out already; decode goes on behind them. `kind`: what the request's
+        id begins with, before a slash."""
+        request_id = f"{kind}/{uuid.uuid4().hex}" if kind else uuid.uuid4().hex
         made = Generation()
         if hand_over:
             ticket = self.ticket(request_id, len(prompt))
-            over, _ = await self.seal(ticket, prompt)
+            over, _ = await self.seal(ticket, prompt, cache_salt)
         else:
             ticket = msgspec.structs.replace(self.alone(request_id), num_prompt_tokens=len(prompt))
             over = None
-        async for output in self.stream(request_id, [*prompt, *then], params, ticket, over):
+        async for output in self.stream(request_id, [*prompt, *then], params, ticket, over, cache_salt):
             made.token_ids += output.new_token_ids
             if output.new_logprobs is not None:
                 lists = output.new_logprobs

@@ -1,24 +1,32 @@
-"""`pageferry eval`: teacher-forced agreement of a hand-over with a single engine, on your text or on Shakespeare."""
+"""`pageferry eval`: gates on the hand-over's accuracy, teacher-forced, against one engine with BF16 pages.
+
+Passages of up to 3,600 tokens, conversations, needles and tool calls; with planted faults that must be found. The text
+is Shakespeare's, or yours (`--text`). `--out FILE` keeps every position's figures; `pageferry report` reads it.
+`pageferry eval suites` asks questions through lm-evaluation-harness; it has its own `--help`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cluster.json_output import print_json
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
+from ops.accuracy import gates, tasks
 
 TEXT_PACKAGE = "aiperf==0.13.0"
 TEXT_MEMBER = "aiperf/dataset/generator/assets/shakespeare.txt"
-# Round the page size of 32, inside a page, and long; the whole list is repeated as often as is asked for.
-PROMPT_LENGTHS = (31, 32, 33, 64, 65, 97, 150, 255, 256, 257, 384, 511, 640, 900, 1200, 1500)
 
 
 def shakespeare() -> str:
@@ -31,59 +39,105 @@ def shakespeare() -> str:
             return archive.read(TEXT_MEMBER).decode("utf-8", "replace")
 
 
-def table(report: dict[str, Any]) -> str:
-    def cell(interval: dict[str, float]) -> str:
-        return f"{interval['value']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"
+def parser() -> argparse.ArgumentParser:
+    make = argparse.ArgumentParser(
+        prog="pageferry eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    make.add_argument("config", nargs="?", default="local-cpu", help="topology file or name")
+    make.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    make.add_argument("--text", type=Path, help=f"a text file (default: {TEXT_MEMBER} out of {TEXT_PACKAGE})")
+    make.add_argument("--seed", type=int, default=1, help="draws passages, conversations, needles and tool requests")
+    make.add_argument("--small", action="store_true", help="a look, not a verdict: most gates cannot pass")
+    make.add_argument(
+        "--margin", action="append", default=[], metavar="GATE=VALUE", help=f"instead of {json.dumps(gates.MARGINS)}"
+    )
+    make.add_argument("--out", type=Path, help="file for the raw figures, JSON")
+    make.add_argument("--json", action="store_true", help="print gates and planted faults as JSON")
+    return make
 
-    per_token = report["kv_bytes_per_token"]
-    lines = [
-        f"{report['passages']} passages, {report['positions']} positions; against the single BF16 engine:",
-        "",
-        "| engine | mean abs logprob difference | mean logprob difference | top-1 agreement |",
-        "|---|---|---|---|",
+
+def margins_of(texts: list[str]) -> dict[str, float]:
+    """ValueError for a gate that does not exist."""
+    found = dict(gates.MARGINS)
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        if name not in found:
+            raise ValueError(f"--margin {text}: no gate {name!r}; there are {', '.join(found)}")
+        found[name] = float(value)
+    return found
+
+
+def draw(spec: ClusterSpec, tokenizer: Any, text: str, seed: int, size: tasks.Size) -> Any:
+    from ops.accuracy.agreement import Asked
+
+    rng, longest = random.Random(seed), spec.model.max_model_len or tasks.EDGES[-1] + 64
+    ids = tokenizer.encode(text[:2_000_000], add_special_tokens=False)
+    items = [
+        *tasks.passages(ids, size, rng, longest),
+        *tasks.conversations(tokenizer, ids, size, rng),
+        *tasks.needles(tokenizer, ids, size, rng, longest),
     ]
-    lines += [
-        f"| {row['name']} | {cell(row['mean_abs_logprob_difference'])} | {cell(row['mean_logprob_difference'])} "
-        f"| {cell(row['top1_agreement'])} |"
-        for row in report["rows"]
-    ]
-    lines += [
-        "",
-        f"hand-over minus single FP8, mean abs difference a position: {cell(report['excess_of_hand_over'])}",
-        f"KV bytes a token: BF16 {per_token['bf16']:.0f}, FP8 {per_token['fp8']:.0f}; "
-        f"tokens in the same bytes: {report['tokens_in_the_same_bytes']:.3f} times",
-    ]
-    return "\n".join(lines)
+    return Asked(items, tasks.tool_cases(tokenizer, size, rng), size)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="pageferry eval", description=__doc__)
-    parser.add_argument("config", nargs="?", default="local-cpu", help="topology file or name")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--text", type=Path, help=f"a text file (default: {TEXT_MEMBER} out of {TEXT_PACKAGE})")
-    parser.add_argument("--rounds", type=int, default=3, help=f"times {len(PROMPT_LENGTHS)} passages")
-    parser.add_argument("--continuation", type=int, default=48, help="forced positions a passage")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
+    if argv and argv[0] == "suites":
+        from ops.accuracy import suites
+
+        return suites.main(argv[1:])
+    args = parser().parse_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from transformers import AutoTokenizer
 
-    from ops.accuracy.agreement import measure, passages
-
     try:
         spec = ClusterSpec.load(args.config, parse_overrides(args.overrides))
+        margins = margins_of(args.margin)
         tokenizer = AutoTokenizer.from_pretrained(spec.model.tokenizer or spec.model.path)
         text = args.text.read_text() if args.text else shakespeare()
-        lengths = PROMPT_LENGTHS * args.rounds
-        texts = passages(
-            tokenizer.encode(text[: 8 * (sum(lengths) + len(lengths) * args.continuation)]), lengths, args.continuation
-        )
+        size = tasks.Size.small() if args.small else tasks.Size()
+        asked = draw(spec, tokenizer, text, args.seed, size)
     except (SpecError, ValueError, OSError) as error:
         print(f"pageferry eval: {error}", file=sys.stderr)
         return 2
-    report = asyncio.run(measure(spec, texts, say=lambda text: print(text, file=sys.stderr, flush=True)))
-    if args.json:
-        print_json(report)
-    else:
-        print(table(report))
-    return 1 if report["breaches"] else 0
+    tree = run(args, argv, spec, asked, tokenizer, hashlib.sha256(text.encode()).hexdigest(), margins)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(tree, separators=(",", ":")) + "\n")
+    shown = {key: tree[key] for key in ("gates", "planted", "breaches")}
+    print_json(shown) if args.json else print(gates.tables(tree, margins))
+    good = all(g["passed"] for g in tree["gates"]) and gates.sees(tree["planted"])
+    return 0 if good and not tree["breaches"] else 1
+
+
+def run(
+    args: argparse.Namespace,
+    argv: list[str],
+    spec: ClusterSpec,
+    asked: Any,
+    tokenizer: Any,
+    text_sha256: str,
+    margins: dict[str, float],
+) -> dict[str, Any]:
+    """A results file: facts, raw figures, gates."""
+    from ops.accuracy.agreement import measure
+    from ops.bench import facts
+    from ops.bench.report import EVAL_FORMAT
+
+    known = facts.gather(argv)
+    known["command"] = known["command"].replace("pageferry bench", "pageferry eval", 1)
+    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    raw = asyncio.run(measure(spec, asked, tokenizer, say))
+    return {
+        "format": EVAL_FORMAT,
+        "name": f"accuracy, seed {args.seed}",
+        "question": "Does the hand-over from BF16 to FP8 pages answer as one engine with BF16 pages does?",
+        "facts": known,
+        "seed": args.seed,
+        "size": asdict(asked.size),
+        "text_sha256": text_sha256,
+        "model": spec.model.path,
+        "margins": margins,
+        "gates": [asdict(gate) for gate in gates.build(raw, margins=margins)],
+        "planted": gates.controls(raw, margins),
+        **raw,
+    }

@@ -21,6 +21,7 @@ from markdown_it import MarkdownIt
 
 from cluster.json_output import print_json
 from cluster.quality import content_sha256
+from ops.accuracy import gates
 from ops.bench import drive, facts, figures, noise, picture, power, stats
 from ops.bench.figures import FIGURES, Raw
 from ops.bench.plan import BASELINE, Plan
@@ -197,6 +198,8 @@ def _centred(logs: list[float]) -> list[float]:
 
 
 def _accuracy(raw: Raw) -> list[str]:
+    if "items" in raw:
+        return gates.tables(raw, raw["margins"]).splitlines()
     lines = ["| gate | value, 95 % interval | margin | passed | command |", "|---|---:|---:|---|---|"]
     for g in raw["gates"]:
         cells = (

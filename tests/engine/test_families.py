@@ -12,7 +12,7 @@ decode's checkpoint does. Then:
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from engine_specs import MODEL, pair_spec
 from cluster.plan.compare import compare_status
 from cluster.plan.from_spec import plan_spec
 from cluster.quality import State, read_verdict
-from ops.accuracy.agreement import Passage, Scores, forced_spec, passages, score
+from ops.accuracy.agreement import Scores, forced_spec, score
+from ops.accuracy.tasks import Item
 from ops.compress.cli import main as compress
 from ops.engine_pair import EnginePair
 from ops.tiny_models.build import build
@@ -84,11 +85,21 @@ def checkpoints(case: Case, folder: Path) -> dict[str, str]:
 
 
 def mean_abs(one: Scores, other: Scores) -> float:
-    return statistics.fmean(abs(a.logprob - b.logprob) for x, y in zip(one, other) for a, b in zip(x, y))
+    return statistics.fmean(abs(a.nll - b.nll) for x, y in zip(one, other) for a, b in zip(x, y))
 
 
 def nll(scores: Scores) -> float:
-    return -statistics.fmean(position.logprob for text in scores for position in text)
+    return statistics.fmean(position.nll for text in scores for position in text)
+
+
+def passages(ids: list[int]) -> list[Item]:
+    """One after another, with the tokens that follow each."""
+    made, at = [], 0
+    for length in PROMPT_LENGTHS:
+        middle, end = at + length, at + length + CONTINUATION
+        made.append(Item("text", f"{length}", ids[at:middle], ids[middle:end]))
+        at = end
+    return made
 
 
 def planned_rows(pair: EnginePair) -> list[Any]:
@@ -111,18 +122,18 @@ async def test_a_family_is_handed_over(
     spec = pair_spec(**settings, pools__prefill__kv_dtype=prefill_kv, pools__decode__kv_scales=scales)
     pair = await EnginePair.start(forced_spec(spec, prefill=True, decode_kv=case.decode_kv))
     try:
-        await compare_ways(pair, case, passages(tokenizer.encode(TEXT.read_text()), PROMPT_LENGTHS, CONTINUATION))
+        await compare_ways(pair, case, passages(tokenizer.encode(TEXT.read_text())), tmp_path)
     finally:
         await pair.close()
 
 
-async def compare_ways(pair: EnginePair, case: Case, texts: list[Passage]) -> None:
-    others = [Passage(texts[number - 1].prompt, text.continuation) for number, text in enumerate(texts)]
-    over = await score(pair, texts, hand_over=True, concurrency=1)
+async def compare_ways(pair: EnginePair, case: Case, texts: list[Item], folder: Path) -> None:
+    others = [replace(text, prompt=texts[number - 1].prompt) for number, text in enumerate(texts)]
+    over = await score(pair, texts, folder, hand_over=True, concurrency=1)
     opened = pair.controller.opened.values()
     assert sum(each.num_tokens for each in opened) == sum(PROMPT_LENGTHS) and all(each.ok for each in opened)
-    alone = await score(pair, texts, hand_over=False, concurrency=1)
-    control = mean_abs(await score(pair, others, hand_over=False, concurrency=1), alone)
+    alone = await score(pair, texts, folder, hand_over=False, concurrency=1)
+    control = mean_abs(await score(pair, others, folder, hand_over=False, concurrency=1), alone)
     difference = mean_abs(over, alone)
     print(f"mean difference {difference:.4f}, another prompt {control:.3f}, loss {nll(over):.3f} / {nll(alone):.3f}")
     assert difference < 0.5 * control
