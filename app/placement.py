@@ -15,16 +15,16 @@ POLICY = "actors.controller.serve_policy:FollowController"
 
 
 def resources(pool: PoolSpec) -> dict[str, Any]:
-    """`ray_actor_options` and, for a group of several GPUs, `placement_group_bundles`: one bundle a GPU.
+    """`ray_actor_options`, and for several GPUs with the executor `ray` `placement_group_bundles`: one bundle a GPU.
 
-    A group stays on one node. The replica actor runs in the first bundle
-    without a GPU of its own; the engine's workers take one bundle each.
+    A replica stays on one node. With `mp` the replica actor has its GPUs itself, and its engine's processes inherit
+    them; with `ray` it runs in the first bundle without a GPU, and the engine's workers take one bundle each.
     """
     cpus, custom = pool.cpus, dict(pool.resources)
-    if pool.gpus_per_replica <= 1:
+    if pool.gpus_per_replica <= 1 or pool.executor == "mp":
         options: dict[str, Any] = {"num_cpus": cpus, "resources": custom}
         if pool.gpus_per_replica:
-            options["num_gpus"] = 1
+            options["num_gpus"] = pool.gpus_per_replica
         return {"ray_actor_options": options}
     first: dict[str, float] = {"CPU": cpus, "GPU": 1.0, **custom}
     others: list[dict[str, float]] = [{"GPU": 1.0} for _ in range(pool.gpus_per_replica - 1)]

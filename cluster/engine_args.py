@@ -21,7 +21,7 @@ OWNED = {
     "max_num_batched_tokens": "the pool's max_num_batched_tokens",
     "enable_prefix_caching": "the pool's enable_prefix_caching",
     "tensor_parallel_size": "the pool's tensor_parallel",
-    "distributed_executor_backend": "the pool's gpus_per_replica and tensor_parallel",
+    "distributed_executor_backend": "the pool's gpus_per_replica and executor",
     "kv_transfer_config": "transfer",
     "worker_extension_cls": "integrity",
     "scheduler_cls": "integrity",

@@ -50,6 +50,10 @@ class PoolSpec(Section):
     max_replicas: int | None = Field(default=None, ge=1, description="default: `replicas`")
     gpus_per_replica: int = Field(default=0, ge=0, description="0: CPU replicas")
     tensor_parallel: int = Field(default=1, ge=1)
+    executor: Literal["mp", "ray"] = Field(
+        default="mp",
+        description="of several GPUs: processes of the replica (`mp`), or Ray actors in a placement group (`ray`)",
+    )
     cpus_per_replica: float | None = Field(
         default=None,
         ge=0,

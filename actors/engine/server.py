@@ -99,9 +99,10 @@ class EngineServer:
         began = time.monotonic()
         engine_shm.begin()
         if self.pool.gpus_per_replica:
-            import torch
+            from vllm.platforms import current_platform
 
-            refuse_unfit(self.spec, str(self.role), torch.cuda.get_device_name())
+            # From NVML: asking CUDA would take memory of the first GPU in this process, which runs nothing on it.
+            refuse_unfit(self.spec, str(self.role), current_platform.get_device_name())
         refuse_poor_quality(self.spec, str(self.role))
         self._life = LifeFile(1 + self.pool.tensor_parallel)
         try:

@@ -28,8 +28,13 @@ def test_one_gpu_needs_no_placement_group() -> None:
     assert found == {"ray_actor_options": {"num_cpus": 1.0, "num_gpus": 1, "resources": {"h200": 0.001}}}
 
 
-def test_a_gpu_group_is_one_bundle_a_gpu_on_one_node() -> None:
+def test_a_replica_of_several_gpus_has_them_itself() -> None:
     found = resources(PoolSpec(gpus_per_replica=4, tensor_parallel=4))
+    assert found == {"ray_actor_options": {"num_cpus": 1.0, "num_gpus": 4, "resources": {}}}
+
+
+def test_ray_workers_are_a_group_of_one_bundle_a_gpu_on_one_node() -> None:
+    found = resources(PoolSpec(gpus_per_replica=4, tensor_parallel=4, executor="ray"))
     assert found["placement_group_bundles"] == [{"CPU": 1.0, "GPU": 1.0}, {"GPU": 1.0}, {"GPU": 1.0}, {"GPU": 1.0}]
     assert found["placement_group_strategy"] == "STRICT_PACK"
     assert "num_gpus" not in found["ray_actor_options"], "the engine's workers take the GPUs"

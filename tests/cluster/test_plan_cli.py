@@ -118,6 +118,8 @@ def test_shipped_topologies_can_be_planned(capsys: pytest.CaptureFixture[str]) -
     assert two["pools"]["decode"]["kv"] == "fp8" and two["pools"]["prefill"]["kv"] == "bf16"
     one = as_json(capsys, "glm-4.5-air", "--topology", "one-node", "--gpu", "H200")
     assert one["tp"] == 2 and one["fits"]
+    glm = as_json(capsys, "glm-5.2", "--topology", "two-node-glm", "--gpu", "H200")
+    assert glm["pools"]["decode"]["kv"].startswith("fp8") and glm["pools"]["prefill"]["kv"] == "bf16"
 
 
 def test_a_cpu_topology_needs_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

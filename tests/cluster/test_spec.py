@@ -94,7 +94,7 @@ def test_overrides() -> None:
 
 
 def test_a_missing_file_lists_what_ships() -> None:
-    with pytest.raises(SpecError, match="local-cpu, local-scale, one-node, two-node"):
+    with pytest.raises(SpecError, match="local-cpu, local-scale, one-node, two-node, two-node-glm"):
         find_topology("nowhere")
 
 
