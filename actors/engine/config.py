@@ -86,7 +86,7 @@ def engine_kwargs(
     """
     pool, model = pool_of(spec, role), spec.model
     if pool.gpus_per_replica > 1:
-        backend = pool.executor
+        backend: str = pool.executor
     else:
         backend = "uni" if pool.gpus_per_replica else CPU_EXECUTOR
     connector, module, extension = FAULT_INJECTING_CONNECTOR if spec.faults.kinds else CONNECTOR
