@@ -101,8 +101,7 @@ class EngineServer:
         if self.pool.gpus_per_replica:
             from vllm.platforms import current_platform
 
-            # From NVML: asking CUDA would take memory of the first GPU in this process, which runs nothing on it.
-            refuse_unfit(self.spec, str(self.role), current_platform.get_device_name())
+            refuse_unfit(self.spec, str(self.role), current_platform.get_device_name())  # of NVML: no CUDA here
         refuse_poor_quality(self.spec, str(self.role))
         self._life = LifeFile(1 + self.pool.tensor_parallel)
         try:
