@@ -284,9 +284,9 @@ async def proofs(harness: Harness, trial: Trial, rng: random.Random) -> None:
     before = await unproven()
     victim, neighbour = await harness.start_request(mine), await harness.start_request(other)
     await victim.emitted(rng.randint(2, 4))
-    _placed(trial, await harness.worker_fault(trial.kind, trial.number, victim.request_id, 0.5))
+    _placed(trial, await harness.worker_fault(trial.kind, trial.number, victim.request_id, SCENE_S))
     await asyncio.gather(victim.ended(), neighbour.ended())
-    await asyncio.sleep(0.5)
+    await harness.worker_fault(trial.kind, trial.number, victim.request_id, 0.0)  # from here on there are proofs again
     trial.detected = await unproven() > before
     trial.by = "steps counted as unproven" if trial.detected else ""
     _watch(trial, victim, [neighbour], victim_ends=False)
