@@ -18,7 +18,7 @@ NEEDLE_LENGTHS = (256, 512, 1024, 1900)
 NEEDLE_DEPTHS = (0.1, 0.5, 0.9)
 CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Kyoto", "Dakar", "Perth", "Quito", "Riga", "Turin", "Accra", "Hanoi")
 TOOLS: dict[str, dict[str, type]] = {
-    "get_weather": {"city": str, "unit": str},
+    "get_temperature": {"city": str, "unit": str},
     "set_alarm": {"hour": int, "minute": int},
     "send_message": {"to": str, "text": str},
     "convert": {"amount": int, "unit": str},
@@ -147,7 +147,7 @@ def tool_cases(tokenizer: Any, size: Size, rng: random.Random) -> list[ToolCase]
 
 def _request(rng: random.Random) -> tuple[str, str, dict[str, Any]]:
     kind, city, person = rng.choice(list(TOOLS)), rng.choice(CITIES), rng.choice(PEOPLE)
-    if kind == "get_weather":
+    if kind == "get_temperature":
         unit = rng.choice(("celsius", "fahrenheit"))
         return f"How warm is it in {city}, in {unit}?", kind, {"city": city, "unit": unit}
     if kind == "set_alarm":

@@ -22,7 +22,7 @@ from ops.accuracy import gates, tasks
 from ops.bench import stats
 
 BEYOND = "kl beyond one FP8 engine"
-CASE = tasks.ToolCase([], "get_weather", {"city": "Oslo", "unit": "celsius"})
+CASE = tasks.ToolCase([], "get_temperature", {"city": "Oslo", "unit": "celsius"})
 
 
 def evaluation(kl: float, spread: float = 0.3, seed: int = 1, needles: float = 1.0) -> dict[str, Any]:
@@ -112,13 +112,13 @@ def test_every_arm_stands_in_the_tables() -> None:
 @pytest.mark.parametrize(
     ("text", "valid", "right"),
     [
-        ('{"name": "get_weather", "arguments": {"city": "Oslo", "unit": "celsius"}}<|im_end|>', True, True),
-        ('Sure: {"name": "get_weather", "arguments": {"city": "Oslo", "unit": "kelvin"}} more', True, False),
-        ('{"name": "get_weather", "arguments": {"city": "Oslo"}}', False, False),
-        ('{"name": "get_weather", "arguments": {"city": 3, "unit": "celsius"}}', False, False),
+        ('{"name": "get_temperature", "arguments": {"city": "Oslo", "unit": "celsius"}}<|im_end|>', True, True),
+        ('Sure: {"name": "get_temperature", "arguments": {"city": "Oslo", "unit": "kelvin"}} more', True, False),
+        ('{"name": "get_temperature", "arguments": {"city": "Oslo"}}', False, False),
+        ('{"name": "get_temperature", "arguments": {"city": 3, "unit": "celsius"}}', False, False),
         ('{"name": "get_time", "arguments": {}}', False, False),
         ('{"name": "set_alarm", "arguments": {"hour": true, "minute": 3}}', False, False),
-        ('{"name": "get_weather", "argum', False, False),
+        ('{"name": "get_temperature", "argum', False, False),
         ("no call", False, False),
         ("{3}", False, False),
     ],
