@@ -52,9 +52,3 @@ def hand_over_breaches(system: str, moved: int, recomputed: int, expected: int) 
     if recomputed:
         found.append(f"{system}: decode computed {recomputed} prompt tokens itself")
     return found
-
-
-def agreement(a: Sequence[Answer], b: Sequence[Answer]) -> float:
-    """Share of prompts to which two systems gave the same greedy text: information, no gate (formats differ)."""
-    pairs = list(zip(a, b, strict=True))
-    return sum(x.text == y.text for x, y in pairs) / len(pairs)
