@@ -37,11 +37,11 @@ class _Moment:
 
 @dataclass(slots=True)
 class Trend(Tracked):
-    """The demand's recent course. `keep_ns`: the window of `steady`; `ahead_ns`: how far growth is extrapolated."""
+    """The demand's recent course, kept for `keep_ns` and `ahead_ns`; growth is extrapolated `ahead_ns` far."""
 
     moments: TrackedDeque[_Moment] = field(default_factory=TrackedDeque)
     growth: float = 0.0  # blocks a second that the demand certainly grows by; 0 when chance explains it
-    steady: float = 0.0  # blocks that the inflow of the last `keep_ns` holds in the long run, with reserve
+    steady: float = 0.0  # blocks that the inflow of what is kept holds in the long run, with reserve
 
     def add(self, forecast: Forecast, demand: float, look_ns: int, keep_ns: int, ahead_ns: int, now_ns: int) -> None:
         now = _Moment(now_ns, forecast.asked_blocks, forecast.asked_squares, demand)
@@ -56,12 +56,12 @@ class Trend(Tracked):
         if before and now.demand > high and now.demand > (late := before[-1]).demand:
             begins = (b for b in before if b.when_ns <= now_ns - SHORTEST_NS and b.demand < late.demand)
             self.growth = max((_certain_growth(begin, now, ahead_ns) for begin in begins), default=0.0)
-        self.steady = self._steady(now, forecast.stay_ns, keep_ns)
+        self.steady = self._steady(now, forecast.stay_ns)
 
-    def _steady(self, now: _Moment, stay_ns: float, keep_ns: int) -> float:
-        """Little's law, and the standard deviation of a compound Poisson sum over one stay."""
+    def _steady(self, now: _Moment, stay_ns: float) -> float:
+        """Little's law over all moments kept, and the standard deviation of a compound Poisson sum over one stay."""
         first = self.moments[0]
-        stays = max(SECOND, min(keep_ns, now.when_ns - first.when_ns)) / stay_ns if stay_ns else math.inf
+        stays = max(SECOND, now.when_ns - first.when_ns) / stay_ns if stay_ns else math.inf
         held, squares = (now.asked - first.asked) / stays, (now.squares - first.squares) / stays
         return held + RESERVE * math.sqrt(max(0.0, squares))
 

@@ -8,13 +8,15 @@ import random
 from actors.controller.forecast import SECOND, Forecast
 from actors.controller.spike import Trend
 
+Times = tuple[int, int]
 LOOK, KEEP, AHEAD, STEP = 10 * SECOND, 60 * SECOND, 30 * SECOND, SECOND // 2
 
 
 class Pool:
     """Requests of `mean` blocks, exponential, come at a rate and stay `stay_s` each."""
 
-    def __init__(self, seed: int = 1, stay_s: float = 8.0, mean: float = 600.0) -> None:
+    def __init__(self, seed: int = 1, stay_s: float = 8.0, mean: float = 600.0, times: Times = (KEEP, AHEAD)) -> None:
+        self.times = times
         self.dice = random.Random(seed)
         self.forecast = Forecast(stay_ns=stay_s * SECOND)
         self.trend = Trend()
@@ -28,7 +30,7 @@ class Pool:
 
     def look(self) -> float:
         self.held = [(end, blocks) for end, blocks in self.held if end > self.now_ns]
-        self.trend.add(self.forecast, sum(blocks for _, blocks in self.held), LOOK, KEEP, AHEAD, self.now_ns)
+        self.trend.add(self.forecast, sum(blocks for _, blocks in self.held), LOOK, *self.times, self.now_ns)
         return self.trend.growth
 
     def run(self, seconds: float, rate: float, stay_s: float | None = None) -> list[float]:
@@ -90,6 +92,9 @@ def test_what_the_inflow_holds_is_littles_law_and_a_reserve() -> None:
     pool.run(200, 20.0)
     held = 20.0 * 10.0 * 100.0
     assert held < pool.trend.steady < 1.35 * held
+    slow = Pool(5, stay_s=10.0, mean=100.0, times=(10 * SECOND, 150 * SECOND))
+    slow.run(200, 20.0)
+    assert held < slow.trend.steady < 1.35 * held, "replicas that start slowly lengthen the window and nothing else"
     quiet = Trend()
     quiet.add(Forecast(), 0.0, LOOK, KEEP, AHEAD, SECOND)
     assert (quiet.steady, quiet.growth) == (0.0, 0.0)
