@@ -152,11 +152,11 @@ class TransferLaws(RuleBasedStateMachine):
         key = (ticket, self.attempt)
         held = self.machine.staging.get(key)
         num_bytes = held.num_bytes if held else pages * ALIGN_BYTES - 5
-        if (waiting := self.machine.queue.get(key)) is not None:
-            num_bytes = waiting.num_bytes
         engines = WRITERS if both else WRITERS[:1]
+        if (waiting := self.machine.queue.get(key)) is not None:  # repeated by Ray: the same replica asks, for the same
+            num_bytes, engines = waiting.num_bytes, waiting.engines
         if held is not None:
-            engines = ()  # repeated by Ray: who asked first writes
+            engines = ()  # the same, and who asked first writes
         self.step(ev.LeaseAsked(self.call(key, engines, wait), key, num_bytes, engines, wait))
 
     @rule()
