@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from actors.messages import HandOver, ReplicaId, Ticket
 from app.request.context import fetch_exception
-from app.request.decode_stream import DecodeStream, DecodeStreams
+from app.request.decode_stream import DecodeStream, DecodeStreams, Receiver
 from app.request.events import DecodeLost
 from app.rpc.ports import DecodePort, ReplicaGone
-
-if TYPE_CHECKING:
-    from app.request.driver import RequestDriver
 
 logger = logging.getLogger("pageferry.frontend")
 
@@ -39,13 +35,13 @@ class Submission:
         """The replica whose output is listened to; "" when none is."""
         return self._stream.replica_id if self._stream is not None else ""
 
-    def begin(self, replica: ReplicaId, driver: RequestDriver) -> None:
+    def begin(self, replica: ReplicaId, receiver: Receiver) -> None:
         self.stop_listening()
         self.silent, self.finished = True, False
         self.count += 1
         self.engine_id = self._request_id if self.count == 1 else f"{self._request_id}~{self.count}"
         self._stream = self._streams.to(replica)
-        self._stream.register(self.engine_id, driver)
+        self._stream.register(self.engine_id, receiver)
 
     async def send(self, frames: list[bytes], ticket: Ticket, hand_over: HandOver | None) -> DecodeLost | None:
         """None: decode has it. A loss has no number of tokens yet. Cancelled, it returns once the call has ended, so
