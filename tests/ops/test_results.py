@@ -2,7 +2,8 @@
 
 1. Ratios of the system benchmark, and of the time to first token, come out of the raw rounds and turns as printed.
 2. The tables of survival and storm come out of the recorded runs as printed.
-3. Every results page names its command and a commit, and either a raw file beside it or that none was kept.
+3. The accuracy page's gates, and the planner's orderings, are those of their files.
+4. Every results page names its command and a commit, and either a raw file beside it or that none was kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ops.accuracy import gates
 from ops.bench import belief, controller, flood, flood_report, side_by_side, stats
 from ops.bench import report as bench_report
 from ops.bench.integrity_cost.cli import text as cost_table
@@ -101,6 +103,17 @@ def test_the_tables_of_controller_and_held_out_arrivals_are_those_of_their_runs(
 def test_the_cost_of_the_tag_check_is_that_of_the_bursts() -> None:
     bursts = [Burst(**burst) for burst in raw("integrity-cost.json")["bursts"]]
     assert cost_table(table(bursts)) in (RESULTS / "integrity.md").read_text()
+
+
+def test_the_gates_of_accuracy_are_those_of_the_positions() -> None:
+    assert gates.tables(raw("accuracy-hand-over.json")) in (RESULTS / "accuracy-hand-over.md").read_text()
+
+
+def test_the_planners_orderings_are_those_of_its_file() -> None:
+    page = (RESULTS / "planner-check.md").read_text()
+    for row in raw("planner-published.json")["orderings"]:
+        figures = f"{row['published']:.3f} | {row['planned']:.3f} | {row['planned'] / row['published'] - 1:+.1%}"
+        assert f"| {row['what']} | {figures.replace('%', ' %')} | {row['predicted']} |" in page
 
 
 @pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.name)
