@@ -26,8 +26,6 @@ KEPT = {
     ("tests/ops/test_bench_ferry.py", "roads"): "the same",
     ("ops/bench/scaling/held_out.py", "nobody"): "the title of a recorded page",
     ("tests/support/openai_forms.py", "weather"): "in the text of a request",
-    ("ops/accuracy/tasks.py", "weather"): "the name of a tool in prompts",
-    ("tests/ops/test_accuracy_gates.py", "weather"): "the same tool",
 }
 
 
