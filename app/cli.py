@@ -95,7 +95,7 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "ops.accuracy.cli",
         "gates on the hand-over's accuracy against one BF16 engine",
-        ("local-cpu --seed 2 --out accuracy.json", "suites local-cpu --data gsm8k=cases.jsonl --lm-eval FOLDER"),
+        ("local-cpu --small", "local-cpu --seed 2 --out accuracy.json"),
     ),
     "completion": Command("app.commands.completion", "a completion script for bash, zsh or fish", ("bash", "fish")),
 }

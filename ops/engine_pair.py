@@ -172,6 +172,7 @@ class EnginePair:
         self.decode: DecodeServer
         self.transfer: KVTransfer
         self._reader: asyncio.Task[None] | None = None
+        self._hosts: list[PrefillServer | DecodeServer] = []
 
     @classmethod
     async def start(cls, spec: ClusterSpec) -> EnginePair:
@@ -187,20 +188,29 @@ class EnginePair:
             "socket_path": place["socket"],
             "get_controller": lambda: controller,
         }
-        from actors.engine.vllm_patches import engine_cores_from
-
-        # What vLLM reads from the environment is read when its engine process starts.
-        if spec.pools.prefill.replicas:
-            set_environment(spec, Role.PREFILL)
-            pair.prefill = PrefillServer(spec, replica_id=f"prefill-{os.getpid()}", **wiring)
-            with engine_cores_from(_engine_cores):
-                await pair.prefill.start()
-        set_environment(spec, Role.DECODE)
-        pair.decode = DecodeServer(spec, replica_id=f"decode-{os.getpid()}", **wiring)
-        with engine_cores_from(_engine_cores):
-            await pair.decode.start()
+        try:
+            await pair._start_engines(spec, wiring)
+        except BaseException:
+            await pair.close()
+            raise
         pair._reader = asyncio.create_task(pair._read())
         return pair
+
+    async def _start_engines(self, spec: ClusterSpec, wiring: dict[str, Any]) -> None:
+        """What vLLM reads from the environment is read when its engine process starts."""
+        from actors.engine.vllm_patches import engine_cores_from
+
+        if spec.pools.prefill.replicas:
+            set_environment(spec, Role.PREFILL)
+            self.prefill = PrefillServer(spec, replica_id=f"prefill-{os.getpid()}", **wiring)
+            self._hosts.append(self.prefill)
+            with engine_cores_from(_engine_cores):
+                await self.prefill.start()
+        set_environment(spec, Role.DECODE)
+        self.decode = DecodeServer(spec, replica_id=f"decode-{os.getpid()}", **wiring)
+        self._hosts.append(self.decode)
+        with engine_cores_from(_engine_cores):
+            await self.decode.start()
 
     async def _read(self) -> None:
         from vllm.v1.engine import EngineCoreOutputs
@@ -360,9 +370,8 @@ class EnginePair:
     async def close(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
-        for host in (self.prefill, self.decode):
-            if host is not None:
-                host.shutdown()
+        for host in self._hosts:
+            host.shutdown()
         await self.transfer.close()
 
 

@@ -36,6 +36,16 @@ def multiply_widened(layer: Any, remove_weight: bool) -> None:
         layer.weight = torch.nn.Parameter(wide.new_empty(0, dtype=torch.bfloat16), requires_grad=False)
 
 
+def runs_int4() -> bool:
+    """Whether vLLM has a kernel for INT4 weights here: its CPU build for x86 has one from AVX-512 on."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return True
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, "cpu_gemm_wna16")
+
+
 def is_fp8(kv_cache_dtype: str | None) -> bool:
     return kv_cache_dtype in ("fp8", "fp8_e4m3")
 

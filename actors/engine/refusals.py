@@ -39,14 +39,31 @@ def refuse_unmovable(config: Any, pool: PoolSpec, name: str) -> None:
             f"tensor_parallel {pool.tensor_parallel} ranks others; pages of all ranks have one layout: set "
             "tensor_parallel: 1, or use a checkpoint with per-tensor KV scales, or none"
         )
+    _refuse_int4(model, where)
     _refuse_own_dtype(model, pool, where)
     _refuse_split_blocks(config, pool, name)
 
 
-def _kv_cache_scheme(hf_config: Any) -> Mapping[str, Any]:
+def _quantization(hf_config: Any) -> Mapping[str, Any]:
     quantization = getattr(hf_config, "quantization_config", None) or {}
-    quantization = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    return quantization.get("kv_cache_scheme") or {}
+    return quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+
+
+def _kv_cache_scheme(hf_config: Any) -> Mapping[str, Any]:
+    return _quantization(hf_config).get("kv_cache_scheme") or {}
+
+
+def _refuse_int4(model: Any, where: str) -> None:
+    from actors.engine.cpu_fp8 import runs_int4
+
+    quantization = _quantization(model.hf_config)
+    groups = [(group.get("weights") or {}) for group in (quantization.get("config_groups") or {}).values()]
+    bits = {quantization.get("bits"), *(weights.get("num_bits") for weights in groups)}
+    if 4 in bits and not runs_int4():
+        raise ConfigError(
+            f"{where}: INT4 weights on a CPU need AVX-512, which this machine has not; use the checkpoint in BF16 or "
+            "FP8, or another machine"
+        )
 
 
 def _refuse_own_dtype(model: Any, pool: PoolSpec, where: str) -> None:

@@ -25,12 +25,18 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     `weights_loaded_bytes`, as loaded and before an engine's own packing, 0 where workers are processes of their own;
     `kv_bytes_per_token`, over all layers of a rank.
     """
+    import psutil
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
     from actors.engine.vllm_patches import count_loaded_weights, loaded_weight_bytes
 
     count_loaded_weights()
     longest = max(len(window) for window in spec["windows"])
+    memory: dict[str, Any] = {}
+    if current_platform.is_cpu():  # vLLM's default share is more than is free beside anything else, and is refused
+        machine = psutil.virtual_memory()
+        memory["gpu_memory_utilization"] = round(min(0.9, 0.8 * machine.available / machine.total), 3)
     engine = LLM(
         spec["checkpoint"],
         skip_tokenizer_init=True,
@@ -42,6 +48,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         enable_prefix_caching=False,
         enforce_eager=True,
         worker_extension_cls="ops.compress.logit_tap.LogitTap",
+        **memory,
     )
     engine.collective_rpc("tap_start", args=(spec["tap_file"], spec["record"]))
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from llama_config import config_of
 
+from actors.engine import cpu_fp8
 from actors.engine.config import ConfigError
 from actors.engine.refusals import refuse_unmovable
 from cluster.spec import PoolSpec
@@ -47,6 +48,26 @@ def test_scales_by_head_are_refused_where_ranks_have_others(tmp_path: Path) -> N
     ranks = PoolSpec(kv_dtype="fp8_e4m3", tensor_parallel=2, gpus_per_replica=2)
     with pytest.raises(ConfigError, match=r"kv_cache_scheme\.strategy 'attn_head' .*set tensor_parallel: 1"):
         refuse_unmovable(config, ranks, "decode")
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+        {"quant_method": "gptq", "bits": 4},
+    ],
+)
+def test_int4_weights_are_refused_on_a_cpu_without_a_kernel_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: dict[str, Any]
+) -> None:
+    pool = PoolSpec()
+    config = config_of(tmp_path, pool)
+    config.model_config.hf_config.quantization_config = quantization
+    monkeypatch.setattr(cpu_fp8, "runs_int4", lambda: True)
+    refuse_unmovable(config, pool, "decode")
+    monkeypatch.setattr(cpu_fp8, "runs_int4", lambda: False)
+    with pytest.raises(ConfigError, match=r"pools\.decode: .*INT4 weights on a CPU need AVX-512.*in BF16 or"):
+        refuse_unmovable(config, pool, "decode")
 
 
 def test_a_cache_format_that_the_checkpoint_brings_along_is_refused(tmp_path: Path) -> None:
