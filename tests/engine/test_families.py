@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from engine_specs import MODEL, pair_spec
 
 from actors.engine.cpu_fp8 import runs_int4
@@ -72,12 +73,12 @@ MORE = {
 }
 
 
-def checkpoints(case: Case, folder: Path) -> dict[str, str]:
+def checkpoints(case: Case, folder: Path) -> dict[str, Any]:
     """The settings that name the original, and for a case with INT4 its compressed copy."""
     original = folder / "original" if case.family else Path(MODEL)
     if case.family:
         build(case.family, original, Path(MODEL))
-    settings = {"model__path": str(original)}
+    settings: dict[str, Any] = {"model__path": str(original)}
     if case.int4:
         arguments = [str(original), str(folder / "int4"), "--group-size", "64", "--workers", "1", "--verify"]
         assert compress([*arguments, *(word for kind in case.keep for word in ("--keep", kind))]) == 0
@@ -122,6 +123,10 @@ async def test_a_family_is_handed_over(
     settings = checkpoints(case, tmp_path)
     prefill_kv = case.decode_kv if len(case.int4) == 2 else "bfloat16"
     scales = [1.0, 1.0] if prefill_kv == case.decode_kv else [0.5, 0.25]
+    if case.decode_kv == "bfloat16" and not torch.cpu._is_amx_tile_supported():
+        settings |= {
+            f"pools__{pool}__block_tokens": 16 for pool in ("prefill", "decode")
+        }  # of latent pages without AMX
     spec = pair_spec(**settings, pools__prefill__kv_dtype=prefill_kv, pools__decode__kv_scales=scales)
     pair = await EnginePair.start(forced_spec(spec, prefill=True, decode_kv=case.decode_kv))
     try:

@@ -314,7 +314,7 @@ def test_what_alerts_need_is_exported(running: Running) -> None:
         "pageferry_tag_mismatches_total": 3,
         "pageferry_engine_integrity_requests_ended_total": 3,
     }
-    until = time.monotonic() + 60  # frontend, controller and replicas export each at its own time
+    until = time.monotonic() + 120  # frontend, controller and replicas export each at its own time
     while (found := {name: sum(running.metric(name).values()) for name in counts}) != counts:
         assert time.monotonic() < until, found
         time.sleep(0.5)
