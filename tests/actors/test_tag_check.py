@@ -275,14 +275,15 @@ def test_proofs_travel_and_add_up() -> None:
 
 
 def test_off_is_nothing() -> None:
-    """Invariant 6: no delta, no proof, no tensor, no state."""
+    """Invariant 6: no delta, no proof, no tensor, no state of a step's making (a heartbeat reads vLLM's own tables)."""
     tracker = NoTracker()
+    before = dict(vars(tracker))
     half = FerryConnectorScheduler(32, lambda request: [], tracker)
     step = SimpleNamespace(num_scheduled_tokens={"a": 1}, scheduled_new_reqs=[], scheduled_cached_reqs=None)
     half.on_allocated("a", [1, 2], 0)
     metadata = half.build(step)
     assert metadata.integrity is None and metadata.empty()
-    assert tracker.tags([1]) is None and vars(tracker) == {}
+    assert tracker.tags([1]) is None and vars(tracker) == before
     worker = FerryConnectorWorker("r", Role.DECODE, 0, 1, "/nowhere")
     try:
         assert type(worker.check) is NoCheck and vars(worker.check) == {}

@@ -55,7 +55,7 @@ def test_without_json_nothing_is_redirected() -> None:
     [
         ["plan", "kimi-k2.6", "--gpu", "H200", "--count", "8"],
         ["plan", "--published"],
-        pytest.param(["simulate", "--seed", "3"], marks=pytest.mark.compiles, id="simulate"),
+        pytest.param(["simulate", "--seed", "3", "--seeds", "20"], marks=pytest.mark.compiles, id="simulate"),
     ],
     ids=lambda command: " ".join(command[:2]),
 )
