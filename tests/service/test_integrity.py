@@ -81,8 +81,11 @@ class Running:
         targets = json.loads((self.folder / "prom_metrics_service_discovery.json").read_text())
         lines: list[str] = []
         for address in {target for group in targets for target in group["targets"]}:
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-                lines += [x for x in answer.read().decode().splitlines() if x.startswith("ray_pageferry_")]
+            try:
+                with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+                    lines += [x for x in answer.read().decode().splitlines() if x.startswith("ray_pageferry_")]
+            except OSError:  # an exporter whose process starts or ends; Prometheus asks again too
+                continue
         return lines
 
 

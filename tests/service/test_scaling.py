@@ -94,7 +94,7 @@ def no_cpu_left(run: ServeRun) -> Iterator[None]:
 
 @pytest.mark.timeout(1_200)
 def test_pools_wake_grow_and_leave_and_say_why() -> None:
-    settings = ("pools.decode.replicas=0", "pools.decode.min_replicas=0")
+    settings = ("pools.decode.replicas=0", "pools.decode.min_replicas=0", "admission.queue_wait_s=600")
     with serve_run("app.main:build", "config=cluster/topologies/local-scale.yaml", *settings) as run:
         run.wait_healthy()
         watch = Watch(run)

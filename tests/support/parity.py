@@ -212,7 +212,7 @@ def environment(spec: ClusterSpec) -> dict[str, str]:
 
 
 @contextmanager
-def running(command: list[str], env: dict[str, str], url: str, timeout_s: float = 300.0) -> Iterator[str]:
+def running(command: list[str], env: dict[str, str], url: str, timeout_s: float = 600.0) -> Iterator[str]:
     """A server process while the block runs; it is healthy when the block begins, and gone after it."""
     with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
