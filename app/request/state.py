@@ -182,7 +182,7 @@ def _on_decode_lost(state: RequestState, event: DecodeLost) -> Step:
     if event.num_output_tokens and state.recovery is Recovery.NONE:
         message = (
             f"the decode replica of this request is gone after {event.num_output_tokens} tokens ({event.reason}), and "
-            "random sampling with penalties or a grammar and no seed cannot be continued exactly; send it again"
+            "this request's form cannot be continued exactly; send it again"
         )
         return _end(state, Outcome.FAILED, RequestError(503, message))
     died = event.died and state.submitted
@@ -216,8 +216,7 @@ def _on_page_mismatch(state: RequestState, event: PageMismatch) -> Step:
     if event.earlier:
         return _mixed_up(state, event, "; it had been run again elsewhere for the same reason before")
     if event.siblings_stay or (event.num_output_tokens and state.recovery is Recovery.NONE):
-        why = "random sampling with penalties or a grammar and no seed cannot be continued exactly elsewhere"
-        return _mixed_up(state, event, f"; {why}")
+        return _mixed_up(state, event, "; this request's form cannot be continued exactly elsewhere")
     moved = replace(state, phase=Phase.RELOCATE, lost=Role.DECODE, mismatch=event, submitted=False)
     reason = "a page was not the request's own"
     return moved, ReportLost(
