@@ -1,10 +1,12 @@
 """The one place where faults are put into a running engine. Loaded by engines only where `faults.kinds` names kinds.
 
-`pageferry chaos` uses it, and nothing else does. A fault names its kind, its victim and a trial number; with the
-configured seed these decide every choice in it (position, bit, page), so a run can be repeated. What was done comes
-back as plain data. Faults of the tables are done between steps; those of the transfer wait for their ticket.
+`pageferry chaos`, tests and `POST /faults` (`app.api.fault_injection`) use it, and nothing else does. A fault names its
+kind, its victim and a trial number; with the configured seed these decide every choice in it (position, bit, page), so
+a run can be repeated. What was done comes back as plain data. Faults of the tables are done between steps; those of the
+transfer wait for their ticket.
 
-The two sides (worker, scheduler) each have their own `Faults`; `cluster.fault_kinds` says on which a kind works.
+Every worker and every scheduler has a `Faults` of its own. `cluster.fault_kinds.Side` has the three places in which a
+kind can work: decode's worker, prefill's worker, the scheduler.
 """
 
 from __future__ import annotations
@@ -210,10 +212,12 @@ class Faults:
             pages[[page, other]] = pages[[other, page]]
         elif armed.kind == PageFault.TOKEN_PERMUTATION:
             done["tokens"] = swap_tokens(pages[page], layout, rng)
-        else:
+        elif armed.kind == PageFault.TRUNCATED_PAGE:
             keep = rng.randrange(layout.page_bytes)
             done |= {"bytes_kept": keep, "fired": bool(pages[page, keep:].any())}
             pages[page, keep:] = 0
+        else:
+            raise FaultError(f"fault {armed.kind!r} is in IN_STAGING and is not made here")
         self._did(**done)
 
     def revokes(self, ticket_id: int) -> bool:
