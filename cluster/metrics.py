@@ -4,8 +4,10 @@ They are exported through Ray (`ray.util.metrics`), so Prometheus sees them as `
 table only; a process hands its metrics backend to `Emitter`.
 
 A series that appears with its first event has no earlier value, so `increase()` misses that event. Each process
-therefore calls `Emitter.zero` for what it emits when it starts, and for each replica and node when that appears.
+therefore calls `Emitter.zero` for what it emits when it starts, and for each replica and tenant when that appears.
 Histograms are the exception: Ray has no way to export an empty one.
+
+`tests/app/test_metric_call_sites.py` looks for the call that emits each metric of the table.
 """
 
 from __future__ import annotations
@@ -205,7 +207,7 @@ ENGINE_COUNTERS = {m.name.removeprefix("pageferry_engine_").removesuffix("_total
 class Emitter:
     """Creates each metric at its first use. `backend` has `Counter`, `Gauge` and `Histogram` as `ray.util.metrics` has.
 
-    Metrics must never break what they measure: an unknown name or label is an error here, at the call, in tests.
+    Metrics must never break what they measure: an unknown name or label is an error here, at the call.
     """
 
     def __init__(self, backend: Any, **constant_labels: str) -> None:

@@ -134,7 +134,6 @@ class KVTransfer:
         """Staging for a ticket, written by `engines`. Waits for room up to `wait_s`; None when there was none.
 
         It ends when no page is sealed for `keep_s` (0: the configured lease time) and no reader has come for it.
-
         Raises `StagingError` when there can never be. May be repeated: the same ticket gets the same bytes.
         """
         key, writers, wait_ns, keep_ns = (ticket_id, attempt), tuple(engines), int(wait_s * 1e9), int(keep_s * 1e9)
@@ -145,7 +144,8 @@ class KVTransfer:
         return lease
 
     async def drop_writer(self, ticket_id: int, attempt: int, engines: list[str]) -> None:
-        """These engines never began to write (or are dead); the ticket's bytes are released. May overtake `lease`."""
+        """These engines never began to write (or are dead). Marks the ticket's bytes: they are given back when no other
+        engine holds them. May overtake `lease`."""
         self._step(ev.WriterDropped((ticket_id, attempt), tuple(engines)))
 
     async def begin_read(
@@ -161,7 +161,7 @@ class KVTransfer:
         return answer
 
     async def drop_reader(self, ticket_id: int, attempt: int, engines: list[str]) -> None:
-        """These engines never began to read; the ticket's bytes are released. May overtake `begin_read`."""
+        """These engines never began to read. Marks the ticket's bytes as `drop_writer`. May overtake `begin_read`."""
         self._step(ev.ReaderDropped((ticket_id, attempt), tuple(engines)))
 
     async def release(self, keys: list[Key]) -> None:

@@ -1,8 +1,9 @@
 """Leased staging memory of one node. Pure: offsets and owners, no bytes, no clock.
 
 A region is given back only when no process can touch it any more: its ticket no longer needs it (released or expired)
-AND no engine that may still write or read it is left. A writer says when it is done; a peer whose connection closes
-is done with everything. So a late writer can never hit bytes that already belong to another ticket.
+AND no engine that may still write or read it is left. A writer or reader says when it is done; a peer whose process has
+ended can touch nothing. A closed connection alone gives nothing back. So a late writer can never hit bytes that already
+belong to another ticket.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Staging:
         return self._collect(region)
 
     def peer_gone(self, engine: str) -> list[Key]:
-        """An engine died or closed its connection: it can touch nothing any more. Returns the keys it was writing."""
+        """The engine's process has ended, or said that it touches nothing any more. Returns the keys it was writing."""
         was_writing = []
         for region in list(self._regions.values()):
             if engine in region.writers:
