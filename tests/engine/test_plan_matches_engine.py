@@ -42,6 +42,7 @@ ENGINES = [
 # Runs in its own process: vLLM reads its environment at import.
 RUNNER = """
 import gc, json, sys
+import actors.engine.vllm_patches  # FP8 pages on a CPU without AVX-512
 from vllm import LLM
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader import base_loader
