@@ -10,6 +10,7 @@ starts (`vllm.triton_utils.dispatcher`), and fails at those of llvmlite.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -77,9 +78,7 @@ class Fp8Operators:
         kv_cache_dtype: str = "auto",
     ) -> None:
         if is_fp8(kv_cache_dtype):
-            from kernels.cpu_fp8_cache import write_tokens
-
-            write_tokens(key, value, _whole(key_cache), slot_mapping, k_scale, v_scale)
+            _kernels().write_tokens(key, value, _whole(key_cache), slot_mapping, k_scale, v_scale)
         else:
             self._operators.cpu_attn_reshape_and_cache(
                 key, value, key_cache, value_cache, slot_mapping, isa, k_scale, v_scale, kv_cache_dtype
@@ -100,9 +99,7 @@ class Fp8Operators:
         **rest: Any,
     ) -> None:
         if is_fp8(kv_cache_dtype):
-            from kernels.cpu_fp8_cache import widen_blocks
-
-            pages, block_table = widen_blocks(_whole(key_cache), block_table, seq_lens)
+            pages, block_table = _kernels().widen_blocks(_whole(key_cache), block_table, seq_lens)
             blocks, heads, tokens, _ = pages.shape
             key_cache, value_cache = pages.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
             # Both are linear: K's scale in the dot products, V's in their sum.
@@ -121,6 +118,25 @@ class Fp8Operators:
         )
         if factor != 1.0:
             output.mul_(factor)
+
+
+@functools.cache
+def _kernels() -> Any:
+    from llvmlite.binding import ffi
+
+    from kernels import cpu_fp8_cache
+
+    library = type(ffi.lib)
+    find = library.__getattr__
+
+    def find_but_dict(self: Any, name: str) -> Any:
+        """Every name is a function there; vLLM asks for `__dict__` when the next engine of this process starts."""
+        if name == "__dict__":
+            raise AttributeError(name)
+        return find(self, name)
+
+    library.__getattr__ = find_but_dict
+    return cpu_fp8_cache
 
 
 def _whole(key_cache: torch.Tensor) -> torch.Tensor:
