@@ -1,4 +1,4 @@
-"""FP8 KV caches and BF16 layers on x86 CPUs without AVX-512 and AMX: vLLM 0.32 refuses the former, the latter crawl.
+"""FP8 KV caches and BF16 layers on x86 CPUs without AVX-512 and AMX: vLLM 0.32 refuses the former, the latter are slow.
 
 `Fp8Operators` stands in the place of `vllm._custom_ops` in vLLM's CPU attention backend: tokens are written as e4m3 by
 our own kernel, and vLLM's BF16 attention reads the step's pages after they were widened. The cache holds half the bytes
@@ -98,26 +98,35 @@ class Fp8Operators:
         kv_cache_dtype: str = "auto",
         **rest: Any,
     ) -> None:
-        if is_fp8(kv_cache_dtype):
-            pages, block_table = _kernels().widen_blocks(_whole(key_cache), block_table, seq_lens)
-            blocks, heads, tokens, _ = pages.shape
-            key_cache, value_cache = pages.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
-            # Both are linear: K's scale in the dot products, V's in their sum.
-            scale, factor, kv_cache_dtype = scale * k_scale, v_scale, "auto"
-        else:
-            factor = 1.0
+        if not is_fp8(kv_cache_dtype):
+            self._operators.cpu_attention_with_kv_cache(
+                key_cache=key_cache,
+                value_cache=value_cache,
+                output=output,
+                block_table=block_table,
+                seq_lens=seq_lens,
+                scale=scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                kv_cache_dtype=kv_cache_dtype,
+                **rest,
+            )
+            return
+        pages, block_table = _kernels().widen_blocks(_whole(key_cache), block_table, seq_lens)
+        blocks, heads, tokens, _ = pages.shape
+        key_cache, value_cache = pages.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
+        # Both scales are linear: K's in the dot products, V's in their sum.
         self._operators.cpu_attention_with_kv_cache(
             key_cache=key_cache,
             value_cache=value_cache,
             output=output,
             block_table=block_table,
             seq_lens=seq_lens,
-            scale=scale,
-            kv_cache_dtype=kv_cache_dtype,
-            **(rest if factor != 1.0 or kv_cache_dtype == "auto" else rest | {"k_scale": k_scale, "v_scale": v_scale}),
+            scale=scale * k_scale,
+            **rest,
         )
-        if factor != 1.0:
-            output.mul_(factor)
+        if v_scale != 1.0:
+            output.mul_(v_scale)
 
 
 @functools.cache
