@@ -66,6 +66,13 @@ def sample(status: State, at_s: float) -> State:
     return found
 
 
+def decided(status: State, at_s: float) -> list[State]:
+    """What `/status` says was decided since the flood began, oldest first, with the reason of that moment."""
+    whole = status["scaling"]["decisions"]
+    made = [{**each, "at_s": round(at_s - each["s_ago"], 2)} for each in whole if each["s_ago"] <= at_s]
+    return sorted(made, key=lambda each: float(each["at_s"]))
+
+
 class Repeat:
     """One flood, from rest to rest."""
 
@@ -73,6 +80,7 @@ class Repeat:
         self.session, self.url, self.model = session, service.url, service.spec.model.served_name
         self.number, self.flood, self.tokens = number, args.flood, args.tokens
         self.samples: list[State] = []
+        self.decisions: list[State] = []
         self.answers: list[load.Answer] = []
         self.began = time.perf_counter()
         self._over = False
@@ -109,8 +117,10 @@ class Repeat:
         until = time.perf_counter() + timeout_s
         while True:
             answer = await self.session.get(f"{self.url}/status")
-            found = sample(answer.json(), time.perf_counter() - self.began)
+            status: State = answer.json()
+            found = sample(status, time.perf_counter() - self.began)
             self.samples.append(found)
+            self.decisions = decided(status, found["at_s"])
             if what(found):
                 return
             if time.perf_counter() > until:
@@ -127,6 +137,7 @@ class Repeat:
             **leaving(self.samples, answers),
             "problems": problems + sorted({answer["error"] for answer in answers if answer["error"]}),
             "targets": {pool: _changes([s[pool]["target"] for s in self.samples]) for pool in ("decode", "prefill")},
+            "decisions": self.decisions,
             "samples": self.samples,
             "answers": [{key: value for key, value in answer.items() if key not in UNKEPT} for answer in answers],
         }

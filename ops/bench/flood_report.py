@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -42,19 +41,8 @@ def table(record: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def moves(samples: list[dict[str, Any]]) -> list[tuple[float, str, str]]:
-    """When a target changed, from what to what, and the reason that the status gave then."""
-    found = []
-    for before, now in itertools.pairwise(samples):
-        for pool in POOLS:
-            was, is_now = before[pool]["target"], now[pool]["target"]
-            if None not in (was, is_now) and was != is_now:
-                found.append((now["at_s"], f"{pool} {was} to {is_now}", now[pool]["reason"]))
-    return found
-
-
 def draw(row: dict[str, Any], path: Path) -> None:
-    """Occupancy, targets and replicas, queue, TTFT of one repeat over time, with every move and its reason."""
+    """Occupancy, targets and replicas, queue, TTFT of one repeat over time, with every decision and its reason."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -74,8 +62,9 @@ def draw(row: dict[str, Any], path: Path) -> None:
     axes[2].fill_between(seconds, [each["queue"] for each in samples], step="post", color="C2", alpha=0.6)
     for first, colour, label in ((False, "C3", "flood"), (True, "C4", "streams that go on")):
         mine = [answer for answer in good if (answer["index"] >= 1_000) is first]
-        axes[3].scatter([a["start_s"] for a in mine], [a["ttft_s"] for a in mine], s=14, color=colour, label=label)
-    names = ("KV pages held, %", "replicas", "requests in the queue", "TTFT, s, by when it was asked")
+        came = [a["start_s"] + a["ttft_s"] for a in mine]
+        axes[3].scatter(came, [a["ttft_s"] for a in mine], s=14, color=colour, label=label)
+    names = ("KV pages held, %", "replicas", "requests in the queue", "TTFT, s, where it ended")
     for axis, name in zip(axes, names):
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
@@ -84,7 +73,7 @@ def draw(row: dict[str, Any], path: Path) -> None:
     axes[1].set_yticks(range(1 + max(each[pool]["ready"] for each in samples for pool in POOLS)))
     for axis in (axes[0], axes[1], axes[3]):
         axis.legend(fontsize=8, loc="upper right")
-    axes[3].set_xlabel("\n".join(["seconds since the flood began", *_marked(axes, samples)]), fontsize=9)
+    axes[3].set_xlabel("\n".join(["seconds since the flood began", *_marked(axes, row["decisions"])]), fontsize=9)
     figure.suptitle(
         f"{row['requests']} requests, {row['lost']} lost; {row['scale_downs']} scale-downs of decode, "
         f"{row['streams_cut']} of {row['streams_while_leaving']} streams cut", fontsize=11,
@@ -94,12 +83,13 @@ def draw(row: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _marked(axes: Any, samples: list[dict[str, Any]]) -> list[str]:
-    """A line in every panel at each move; returns what each number stands for."""
+def _marked(axes: Any, decisions: list[dict[str, Any]]) -> list[str]:
+    """A line in every panel at each decision; returns what each number stands for."""
     lines = []
-    for number, (at_s, what, reason) in enumerate(moves(samples), 1):
+    for number, each in enumerate(decisions, 1):
         for axis in axes:
-            axis.axvline(at_s, color="black", lw=0.8, ls=":")
-        axes[0].text(at_s, 101, str(number), ha="center", fontsize=9)
-        lines += textwrap.wrap(f"{number}: {at_s:.0f} s, {what}: {reason}", 125)
+            axis.axvline(each["at_s"], color="black", lw=0.8, ls=":")
+        axes[0].text(each["at_s"], 101 if number % 2 else 94, str(number), ha="center", fontsize=9)
+        what = f"{each['pool']} {each['current']} to {each['target']}"
+        lines += textwrap.wrap(f"{number}: {each['at_s']:.0f} s, {what}: {each['reason']}", 125)
     return lines

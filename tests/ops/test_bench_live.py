@@ -13,7 +13,6 @@ from ops.bench import belief, facts, flood, flood_report, growth, pages, side_by
 
 def look(at_s: float, draining: int = 0, tickets: int = 0, target: int = 2) -> dict[str, Any]:
     pool = {"target": target, "draining": draining, "draining_tickets": tickets, "ready": 1, "blocks_held": 1}
-    pool["reason"] = "because"
     return {"at_s": at_s, "queue": 0, "decode": pool | {"blocks_total": 4}, "prefill": pool | {"blocks_total": 0}}
 
 
@@ -35,7 +34,10 @@ def test_a_repeat_becomes_a_row_and_a_picture(tmp_path: Path) -> None:
     row |= {"targets": {"decode": [1, 2, 1], "prefill": [0]}, "answers": [answer(0, 1)]}
     row |= flood.leaving(SAMPLES, [answer(0, 9)])
     assert "| 0 | 5 | 1 | 0 | 1 2 1 | 0 | 3 | 1 | 0 | 0.5 | 0.5 |" in flood_report.table([row])
-    assert flood_report.moves(SAMPLES) == [(4, f"{pool} 2 to 1", "because") for pool in ("decode", "prefill")]
+    made = [{"pool": "decode", "current": 2, "target": 1, "reason": "quiet", "s_ago": ago} for ago in (2.0, 9.0)]
+    decisions = flood.decided({"scaling": {"decisions": made}}, 6.0)
+    assert [each["at_s"] for each in decisions] == [4.0]
+    row["decisions"] = decisions
     flood_report.draw(row, tmp_path / "flood.png")
     assert (tmp_path / "flood.png").stat().st_size > 10_000
 
