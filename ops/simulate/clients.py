@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from app.request.events import ENGINE_DEATH_ERROR, PAGE_INTEGRITY_ERROR, RequestError
-from ops.simulate.model import Script, advance, next_token
+from ops.simulate.model import Script, advance, generate, next_token
 
 LOOK_AHEAD = 64  # positions after the expected one in which a token that came too early is looked for
 
@@ -28,6 +28,12 @@ class Sequence:
     _seen: set[int] = field(default_factory=set)
 
     def take(self, tokens: list[int]) -> None:
+        if self.salt is not None:
+            expected, state = generate(self.state, self.salt, len(tokens))
+            if tokens == expected:
+                self._seen.update(tokens)
+                self.state, self.position = state, self.position + len(tokens)
+                return
         for token in tokens:
             if self.salt is None:
                 self.salt = next((s for s in self.script.salts if next_token(self.state, s) == token), 0)

@@ -27,7 +27,7 @@ from actors.messages import (
 )
 from actors.transfer.channel import PagesOpened
 from actors.transfer.staging import Key
-from ops.simulate.model import advance, next_token
+from ops.simulate.model import advance, generate
 from ops.simulate.pages import PagePool
 from ops.simulate.replica import ReplicaSim
 from ops.simulate.world import MS, SECOND
@@ -282,11 +282,7 @@ class DecodeEngine(ReplicaSim):
         self._admit()
 
     def _generate(self, job: DecodeJob, steps: int) -> EngineCoreOutput:
-        tokens = []
-        for _ in range(steps):
-            token = next_token(job.state, job.salt)
-            job.state = advance(job.state, (token,))
-            tokens.append(token)
+        tokens, job.state = generate(job.state, job.salt, steps)
         job.generated += steps
         job.position += steps
         self.tokens_generated += steps

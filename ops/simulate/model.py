@@ -29,22 +29,37 @@ def advance(state: int, tokens: Sequence[int]) -> int:
 
 
 def _advance_far(state: int, tokens: Sequence[int]) -> int:
-    """The same for many tokens: a polynomial in FACTOR, modulo 2**64."""
+    return page_states(state, tokens, len(tokens))[-1]
+
+
+def page_states(state: int, tokens: Sequence[int], page_tokens: int) -> list[int]:
+    """The state after each page of `tokens`, which are whole pages: a page is a polynomial in FACTOR, modulo 2**64."""
     global _powers
-    count = len(tokens)
-    if len(_powers) <= count:
+    if len(_powers) <= page_tokens:
         with np.errstate(over="ignore"):
-            _powers = np.cumprod(np.array([1] + [FACTOR] * 2 * count, np.uint64), dtype=np.uint64)
-    values = np.asarray(tokens, np.uint64) + np.uint64(STEP)
-    total: int = int((values * _powers[:count][::-1]).sum(dtype=np.uint64))
-    power: int = int(_powers[count])
-    return int((state * power + total) & MASK)
+            _powers = np.cumprod(np.array([1] + [FACTOR] * 2 * page_tokens, np.uint64), dtype=np.uint64)
+    values = np.asarray(tokens, np.uint64).reshape(-1, page_tokens) + np.uint64(STEP)
+    power, states = int(_powers[page_tokens]), []
+    for total in (values * _powers[:page_tokens][::-1]).sum(axis=1, dtype=np.uint64).tolist():
+        state = (state * power + total) & MASK
+        states.append(state)
+    return states
 
 
 def next_token(state: int, salt: int) -> int:
     """The token that follows a state; `salt` stands for the sampler's randomness. Below 2**30."""
     mixed = (state ^ (salt * 0x9E3779B97F4A7C15 & MASK)) * 0xBF58476D1CE4E5B9 & MASK
     return (mixed >> 29) & 0x3FFFFFFF
+
+
+def generate(state: int, salt: int, count: int) -> tuple[list[int], int]:
+    """`next_token` and `advance` by turns, `count` times: the tokens, and the state after them."""
+    tokens, salt = [], salt * 0x9E3779B97F4A7C15 & MASK
+    for _ in range(count):
+        token = ((state ^ salt) * 0xBF58476D1CE4E5B9 & MASK) >> 29 & 0x3FFFFFFF
+        state = (state * FACTOR + token + STEP) & MASK
+        tokens.append(token)
+    return tokens, state
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from actors.messages import Lease, Occupancy, PrefillDone, ReplicaEvent, Replica
 from actors.transfer import events as ev
 from actors.transfer.channel import PagesSealed, WriterDone
 from actors.transfer.staging import Key
-from ops.simulate.model import advance, next_token
+from ops.simulate.model import advance, next_token, page_states
 from ops.simulate.network import Cancel
 from ops.simulate.node import Content
 from ops.simulate.replica import PAGE_BYTES, ReplicaSim, decode_request, encode_outputs
@@ -160,18 +160,20 @@ class PrefillSim(ReplicaSim):
         if job.lease is not None and not self.staging.may_touch(job.lease):
             self.staging.revoke((job.key,))
             self._writer_done(job)
-        prompt, first = job.request.prompt_token_ids, job.computed
-        last = first + tokens == job.num_tokens
-        while job.computed < first + tokens:
-            page = job.computed // self.block_tokens
-            end = min((page + 1) * self.block_tokens, first + tokens)
-            job.state = advance(job.state, prompt[job.computed : end])
-            job.computed = end
-            if end % self.block_tokens == 0 or (last and end == job.num_tokens):
-                content = Content(*job.key, page, job.state)
-                job.digests.append(content.digest)
-                if job.lease is not None:
-                    self.node.write(job.lease, page, content)
+        prompt, page, size = job.request.prompt_token_ids, job.computed // self.block_tokens, self.block_tokens
+        end = job.computed + tokens
+        last, whole = end == job.num_tokens, (end // size - page) * size
+        states = page_states(job.state, prompt[page * size : page * size + whole], size)
+        job.state = states[-1] if states else job.state
+        if last and end % size:  # a chunk starts with a page, and only the last one ends within one
+            job.state = advance(job.state, prompt[end - end % size : end])
+            states.append(job.state)
+        job.computed = end
+        for number, state in enumerate(states, page):
+            content = Content(*job.key, number, state)
+            job.digests.append(content.digest)
+            if job.lease is not None:
+                self.node.write(job.lease, number, content)
         if job.lease is None:
             return
         message = PagesSealed(

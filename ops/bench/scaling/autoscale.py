@@ -234,12 +234,15 @@ def compare(repeats: int, seconds: float = 3_600.0, record: Path | None = None) 
     return run_all(runs, seconds, record)
 
 
+def read(record: Path | None) -> list[Outcome]:
+    if record is None or not record.exists():
+        return []
+    return [Outcome(**json.loads(line)) for line in record.read_text().splitlines()]
+
+
 def run_all(runs: Iterable[tuple[str, int, Policy]], seconds: float, record: Path | None) -> list[Outcome]:
     """Trace, seed and policy of each run, in order. `record`: JSON lines; what is there is not run again."""
-    known = {}
-    if record is not None and record.exists():
-        rows = (Outcome(**json.loads(line)) for line in record.read_text().splitlines())
-        known = {(row.trace, row.seed, row.policy): row for row in rows}
+    known = {(row.trace, row.seed, row.policy): row for row in read(record)}
     outcomes = []
     for trace, seed, policy in runs:
         found = known.get((trace, seed, policy.name))

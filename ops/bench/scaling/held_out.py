@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.json_output import print_json
 from ops.bench import facts
 from ops.bench.pages import page
-from ops.bench.scaling.autoscale import TRACES, Outcome, Policy, run_all, serve_policy
+from ops.bench.scaling.autoscale import TRACES, Outcome, Policy, read, run_all, serve_policy
 from ops.bench.stats import Interval, mean_interval, paired_difference
 
 FIRST_SEED = 101
@@ -39,9 +39,10 @@ def rivals(floor: int) -> list[Policy]:
 
 def compare(seeds: Sequence[int], record: Path, seconds: float = 3_600.0) -> list[Outcome]:
     """All policies of all floors on each seed. `record`: JSON lines; what is there is not run again."""
-    policies = [each for floor in FLOORS for each in (ours(floor), *rivals(floor))]
-    # A seed after the other, so that a record that was broken off can be compared as far as it goes.
-    return run_all([(trace, seed, each) for seed in seeds for trace in TRACES for each in policies], seconds, record)
+    groups = [(trace, (ours(floor), *rivals(floor))) for trace in TRACES for floor in FLOORS]
+    # A floor after the other, so that of a record that was broken off the first ones have all seeds.
+    runs = [(trace, seed, each) for trace, policies in groups for seed in seeds for each in policies]
+    return run_all(runs, seconds, record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def plainly(found: list[Comparison]) -> str:
 def main(args: argparse.Namespace) -> int:
     record = Path(args.record or "ops/results/simulate/held-out-runs.jsonl")
     first = FIRST_SEED + args.seed
-    found = comparisons(compare(range(first, first + args.repeats), record))
+    found = comparisons(compare(range(first, first + args.repeats), record) if args.repeats else read(record))
     if args.json:
         print_json([asdict(each) for each in found])
     else:
