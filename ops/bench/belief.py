@@ -29,7 +29,7 @@ from app.commands.serve import Service
 from cluster.fault_kinds import Target
 from cluster.names import NAMESPACE, controller_actor
 from ops.bench import load
-from ops.bench.flood import PROMPT, keep, parser, read, stamp, with_service
+from ops.bench.flood import keep, parser, read, stamp, with_service
 from ops.bench.pages import page
 from ops.chaos.processes import targets
 
@@ -39,7 +39,7 @@ PERIOD_S = ASK_EVERY_S + LOOP_S
 ANSWER_S = 2.0
 SETTLE_S = 300.0
 DEPLOYED_EVERY = 4  # repeats; a redeploy starts every engine anew
-STREAMS, STREAM_TOKENS = 2, 200
+STREAMS, STREAM_TOKENS = 2, 100
 TITLE = "What the controller believes of Serve's targets, while either is struck"
 INTRO = (
     "Each repeat sets decode's size by hand and, within 1.5 s, kills the controller or deploys the application "
@@ -119,7 +119,7 @@ async def repeat(service: Service, number: int, session: Any) -> State:
 
     async def stream(index: int) -> None:
         while not over.is_set():
-            body = load.body_of(model, f"{number}/{index}: {PROMPT}", STREAM_TOKENS)
+            body = load.body_of(model, f"{number}/{index}: The sea and the people who live by it", STREAM_TOKENS)
             answers.append(await load.ask(session, service.url, body, index))
 
     streams = [asyncio.create_task(stream(index)) for index in range(STREAMS)]

@@ -31,10 +31,10 @@ from ops.bench import facts, load
 from ops.bench.flood_report import draw, table
 from ops.bench.pages import page
 
-STREAMS, STREAM_TOKENS = 3, 300
+STREAMS, STREAM_TOKENS = 3, 150
 SAMPLE_S = 0.5
 UNKEPT = ("text", "token_s", "token_ids")  # of an answer, in the record
-REST_S, MOVE_S = 120.0, 400.0
+REST_S, MOVE_S = 300.0, 400.0  # a pool at rest has been idle for as long as an engine takes to start
 PROMPT = "a long story about the sea and the people who live by it, " * 24
 
 State = dict[str, Any]
@@ -60,6 +60,7 @@ def sample(status: State, at_s: float) -> State:
             "draining": len(draining),
             "draining_tickets": sum(replica["tickets"] for replica in draining),
             "blocks_held": sum(replica["blocks_held"] for replica in replicas),
+            "blocks_reserved": sum(replica["blocks_reserved"] for replica in replicas),
             "blocks_total": sum(replica["blocks_total"] for replica in replicas),
             "reason": each["scaling"],
         }
@@ -271,6 +272,7 @@ def main(argv: list[str] | None = None) -> int:
         draw(record[args.show], args.plot)
     if args.page is not None:
         command = "python -m ops.bench.flood --repeats N --record FILE --plot FILE --page FILE"
+        command += f" --flood {args.flood} --tokens {args.tokens}"
         args.page.write_text(page(TITLE, command, record, args.record, INTRO, table(record), args.plot))
     return 0 if all(not (row["lost"] or row["streams_cut"] or row["problems"]) for row in record) else 1
 

@@ -52,8 +52,9 @@ def draw(row: dict[str, Any], path: Path) -> None:
     samples, good = row["samples"], [answer for answer in row["answers"] if not answer["error"]]
     seconds = [each["at_s"] for each in samples]
     for pool, colour in POOLS.items():
-        held = [100 * each[pool]["blocks_held"] / (each[pool]["blocks_total"] or 1) for each in samples]
-        axes[0].plot(seconds, held, color=colour, label=pool)
+        for name, line in (("held", {}), ("reserved", {"ls": ":", "alpha": 0.8})):
+            share = [100 * each[pool][f"blocks_{name}"] / (each[pool]["blocks_total"] or 1) for each in samples]
+            axes[0].plot(seconds, share, color=colour, label=f"{pool}, {name}", **line)
         for name, style in (("target", {"ls": "--"}), ("ready", {"lw": 2.5, "alpha": 0.6})):
             sizes = [float("nan") if each[pool][name] is None else each[pool][name] for each in samples]
             axes[1].step(seconds, sizes, where="post", color=colour, label=f"{pool}, {name}", **style)
@@ -64,15 +65,18 @@ def draw(row: dict[str, Any], path: Path) -> None:
         mine = [answer for answer in good if (answer["index"] >= 1_000) is first]
         came = [a["start_s"] + a["ttft_s"] for a in mine]
         axes[3].scatter(came, [a["ttft_s"] for a in mine], s=14, color=colour, label=label)
-    names = ("KV pages held, %", "replicas", "requests in the queue", "TTFT, s, where it ended")
+    names = ("KV pages, %", "replicas", "requests in the queue", "TTFT, s, where it ended")
     for axis, name in zip(axes, names):
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
         axis.set_ylim(bottom=0)
-    axes[0].set_ylim(0, 100)
-    axes[1].set_yticks(range(1 + max(each[pool]["ready"] for each in samples for pool in POOLS)))
+    most = max(each[pool]["ready"] for each in samples for pool in POOLS)
+    axes[0].set_ylim(0, 130)
+    axes[0].set_yticks(range(0, 101, 20))
+    axes[1].set_ylim(0, 1.5 * most)
+    axes[1].set_yticks(range(1 + most))
     for axis in (axes[0], axes[1], axes[3]):
-        axis.legend(fontsize=8, loc="upper right")
+        axis.legend(fontsize=8, loc="upper right", ncols=3)
     axes[3].set_xlabel("\n".join(["seconds since the flood began", *_marked(axes, row["decisions"])]), fontsize=9)
     figure.suptitle(
         f"{row['requests']} requests, {row['lost']} lost; {row['scale_downs']} scale-downs of decode, "
@@ -89,7 +93,7 @@ def _marked(axes: Any, decisions: list[dict[str, Any]]) -> list[str]:
     for number, each in enumerate(decisions, 1):
         for axis in axes:
             axis.axvline(each["at_s"], color="black", lw=0.8, ls=":")
-        axes[0].text(each["at_s"], 101 if number % 2 else 94, str(number), ha="center", fontsize=9)
+        axes[0].text(each["at_s"], 103 if number % 2 else 116, str(number), ha="center", fontsize=9)
         what = f"{each['pool']} {each['current']} to {each['target']}"
         lines += textwrap.wrap(f"{number}: {each['at_s']:.0f} s, {what}: {each['reason']}", 125)
     return lines

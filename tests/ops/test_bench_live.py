@@ -13,6 +13,7 @@ from ops.bench import belief, facts, flood, flood_report, growth, pages, side_by
 
 def look(at_s: float, draining: int = 0, tickets: int = 0, target: int = 2) -> dict[str, Any]:
     pool = {"target": target, "draining": draining, "draining_tickets": tickets, "ready": 1, "blocks_held": 1}
+    pool["blocks_reserved"] = 2
     return {"at_s": at_s, "queue": 0, "decode": pool | {"blocks_total": 4}, "prefill": pool | {"blocks_total": 0}}
 
 
