@@ -24,7 +24,6 @@ KEPT = {
     ("ops/bench/picture.py", "road"): "the same",
     ("tests/ops/test_bench_ferry.py", "road"): "the same",
     ("tests/ops/test_bench_ferry.py", "roads"): "the same",
-    ("ops/bench/scaling/held_out.py", "nobody"): "the title of a recorded page",
     ("tests/support/openai_forms.py", "weather"): "in the text of a request",
 }
 
