@@ -53,7 +53,7 @@ class Link:
 
 
 @contextlib.contextmanager
-def link() -> Iterator[Link]:
+def joined_link() -> Iterator[Link]:
     number = os.getpid() % 200 + 20
     name, device = f"pf{os.getpid()}", f"pf{number}"
     made = Link(name, f"10.211.{number}.1", f"10.211.{number}.2", device)
@@ -98,7 +98,7 @@ def _ray_start(made: Raylets, inside: tuple[str, ...], *options: str) -> None:
 def raylets() -> Iterator[Raylets]:
     """The head offers the resource `prefill_node`, the other one `decode_node`."""
     folder = tempfile.mkdtemp(prefix="pf-", dir="/tmp")
-    with link() as joined:
+    with joined_link() as joined:
         port = free_port()
         made = Raylets(joined, f"{joined.near}:{port}", folder)
         head = ("--head", "--node-ip-address", joined.near, "--port", str(port), "--include-dashboard", "false")
