@@ -1,6 +1,6 @@
 """Two raylets on this machine as on two: the second in a network namespace, joined by a veth pair of limited rate.
 
-Where namespaces are not permitted, both raylets have an address of loopback: such a link has no rate.
+Where namespaces are not permitted, both raylets have an address of loopback: such a link has no rate and is never cut.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(*command: str) -> None:
 
 @dataclass
 class Link:
-    """`namespace` "": loopback."""
+    """`namespace` "": loopback. `cut` and `join` take the veth pair down and up again."""
 
     namespace: str = ""
     near: str = "127.0.0.1"
@@ -46,6 +46,12 @@ class Link:
             else:
                 rate = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms")
                 run(*inside, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *rate)
+
+    def cut(self) -> None:
+        run("ip", "link", "set", f"{self._device}a", "down")
+
+    def join(self) -> None:
+        run("ip", "link", "set", f"{self._device}a", "up")
 
     def inside(self) -> tuple[str, ...]:
         """What a command begins with that runs on the second machine."""

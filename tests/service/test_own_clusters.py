@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 CASES = {
     "two_nodes_cases.py": 5,
-    "two_machines_cases.py": 6,
+    "two_machines_cases.py": 8,
     "placement_group_cases.py": 1,
     "applications_cases.py": 4,
     "deploy_cases.py": 5,

@@ -1,6 +1,6 @@
 """A service on two raylets that a link of limited rate joins: prefill here, decode in another network namespace.
 
-Real engines on both. The link is slowed, and the transfer actors of both sides are killed and stopped under load.
+Real engines on both. The link is slowed, cut under load, and the transfer actors of both sides are killed and stopped.
 """
 
 from __future__ import annotations
@@ -103,6 +103,26 @@ def test_a_transfer_actor_that_is_struck_loses_no_request_and_leaks_nothing(site
     wait_quiet(site.url, 60.0)
 
 
+def test_a_link_that_is_cut_for_a_moment_loses_no_request_and_leaks_nothing(site: Site) -> None:
+    """Shorter than Ray's own patience with a raylet: what is under way is resumed, or computed again."""
+    if not site.made.link.namespace:
+        pytest.skip("a loopback address cannot be cut: network namespaces are not permitted here")
+    site.made.link.limit(50)
+
+    def cut() -> None:
+        site.made.link.cut()
+        time.sleep(3.0)
+        site.made.link.join()
+
+    try:
+        answers = under_load(site, range(500, 503), cut)
+    finally:
+        site.made.link.limit(0)
+    assert all(answers.values()), answers
+    assert {number: site.ask(number) for number in answers} == answers
+    wait_quiet(site.url, 60.0)
+
+
 def strike(pid: int, blow: str) -> None:
     if blow == "kill":
         os.kill(pid, signal.SIGKILL)
@@ -128,3 +148,20 @@ def under_load(site: Site, numbers: range, strikes: Any) -> dict[int, str]:
         thread.join(180)
     assert set(answers) == set(numbers), "a request has not ended"
     return answers
+
+
+def test_a_link_that_was_seen_to_be_slow_is_not_used(site: Site) -> None:
+    if not site.made.link.namespace:
+        pytest.skip("a loopback address has no limited rate: network namespaces are not permitted here")
+    alone = site.status()["counters"].get("decode_alone", 0)
+    site.made.link.limit(2)
+    try:
+        for number in range(600, 606):
+            assert site.ask(number)
+            if site.status()["counters"].get("decode_alone", 0) > alone:
+                break
+        else:
+            raise AssertionError(f"pages still cross: {site.status()['links']}")
+    finally:
+        site.made.link.limit(0)
+    wait_quiet(site.url)
