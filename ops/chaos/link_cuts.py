@@ -96,6 +96,13 @@ def cut(made: Raylets, url: str, number: int, dice: random.Random, expected: dic
     }
 
 
+def shown(row: dict[str, Any]) -> str:
+    """A row of the table: cut, moment, length, requests, whole, wrong, longest, tokens moved and recomputed, left."""
+    counts = f"{row['requests']} | {row['done']} | {row['wrong']} | {row['longest_s']:.1f}"
+    tokens = f"{row['tokens_moved']:,} | {row['tokens_recomputed']:,}"
+    return f"| {row['cut']} | {row['after_s']:.1f} | {row['lasts_s']} | {counts} | {tokens} | {len(row['leaked'])} |"
+
+
 def main(argv: list[str] | None = None) -> int:
     make = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     make.add_argument("--cuts", type=int, default=20)
@@ -115,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
             row = cut(made, url, number, dice, expected)
             bad += row["wrong"] + len(row["errors"]) + len(row["leaked"])
             print(json.dumps(row), file=out, flush=True)
-            print({name: value for name, value in row.items() if name != "links"}, flush=True)
+            print(shown(row), *row["errors"], *row["leaked"], flush=True)
     return 1 if bad else 0
 
 
