@@ -15,13 +15,13 @@ import pytest_asyncio
 from fake_cluster import FakeCluster, until
 from fastapi import FastAPI
 from frontend_server import WORDS, Echoing, Server
-from request_fuzz import Fuzz, problem
 
 from actors.messages import Outcome, Overloaded, Role
 from app.api.fault_injection import NoVictim
 from app.api.server import _add_faults
 from app.client import asgi
 from app.request import context
+from ops.chaos.fuzz import Fuzz, problem
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

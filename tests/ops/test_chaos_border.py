@@ -48,20 +48,29 @@ async def test_what_each_attack_is_answered(kind: border.Attack, answer: str, po
     assert await asyncio.wait_for(kind("127.0.0.1", port), 60) == answer
 
 
+async def test_a_fuzzed_request_goes_whole_over_its_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for body, answer in ((b'{"a": "' + b"x" * 200_000 + b'"}', "200"), (b"[" * 90_000, "400")):
+        monkeypatch.setattr(border, "_refused", [border.Case("/v1/completions", body)])
+        assert await asyncio.wait_for(border.fuzzed("127.0.0.1", port), 30) == answer
+
+
 def test_the_summary_compares_within_rounds() -> None:
-    factors = {"calm": 1.0, "calm again": 1.0, "slow": 1.5, "idle": 1.0, "100 MB": 1.0}
+    factors = {"calm": 1.0, "calm again": 1.0, "slow": 1.5, "idle": 1.0, "100 MB": 1.0, "fuzzed": 1.0}
     rows: list[dict[str, Any]] = []
     for turn, scale in enumerate((1.0, 3.0)):
         for arm, factor in factors.items():
             row = {"arm": arm, "round": turn, "seconds": [scale * factor] * 10, "codes": [200] * 10}
             rows.append(row | {"memory_mib": 100.0 + turn, "connections": {"idle: closed": 3}})
+    rows[-5]["seconds"] = [3.3] * 10  # calm again, 10 % more than calm in the second round
     found = border.summary(rows)
     assert found["slow"]["p99_ratio"] == [1.5, 1.5, 1.5] and found["idle"]["p50_ratio"][0] == 1.0
     assert found["slow"]["asked"] == found["slow"]["answered_200"] == 20 and found["idle"]["memory_mib_max"] == 101.0
+    assert found["calm again"]["p99_ratio"][0] == 1.049 and 0.5 < found["calm again"]["p99_detectable"] < 3
     assert found["idle"]["connections"] == {"idle: closed": 6}
     json.dumps(found)
     machine = {"cpu": "c", "cores": 2, "memory_gib": 1.0, "features": ["avx2"], "load_at_start": [1.0]}
     facts = {"date": "d", "commit": "c0ffee", "machine": machine, "packages": {}, "command": "python -m x"}
     text = border.page(facts | {"summary": found}, "border.json")
     assert "| slow | 20 | 20 | 3000 ms | 4500 ms | 1.50 (1.50 to 1.50) | 1.50 (1.50 to 1.50) | 101 MiB |" in text
+    assert "% greater in 80 % of campaigns" in text
     assert "- idle: idle: closed 6" in text and "`border.json`" in text

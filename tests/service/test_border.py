@@ -9,10 +9,10 @@ from typing import Any
 import httpx2
 import pytest
 from live_service import ended, fetch
-from request_fuzz import INSIDE, Case, Fuzz, problem
 
 from app.commands.serve import Service
 from app.processes import marked
+from ops.chaos.fuzz import INSIDE, Case, Fuzz, problem
 
 # A campaign by hand: PAGEFERRY_FUZZ=10000 pytest tests/service/test_border.py -k anything
 REQUESTS = int(os.environ.get("PAGEFERRY_FUZZ", "400"))
