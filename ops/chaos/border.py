@@ -1,9 +1,7 @@
 """`python -m ops.chaos.border --out FILE`: what slow, idle and huge clients do to the others of a running service.
 
-In each round, in turned order: calm, calm again (the noise), 200 clients that send a head or a body a byte a second,
-1,000 connections that say nothing, four that send 100 MB, and eight that send requests which the service refuses.
-Meanwhile one client asks for eight tokens again and again, each time on a new connection; its times are compared
-within the round. Memory is that of all the service's processes.
+In each round, in turned order, the arms of `ARMS`. Meanwhile one client asks for eight tokens again and again, each
+time on a new connection; its times are compared within the round. Memory is that of all the service's processes.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,7 +35,6 @@ from ops.chaos.fuzz import Case, Fuzz
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: service\r\nContent-Type: application/json\r\n"
 BODY_BYTES, PIECE = 100 << 20, b" " * (256 << 10)
-NUM_SLOW, NUM_IDLE, NUM_LARGE, NUM_FUZZED = 200, 1000, 4, 8
 NUM_CASES = 1500  # tried before the rounds, so that those which would compute tokens can be left out
 ANSWER_BY_HEAD_S = 1.0
 ASKS = 40  # of the other client, an arm and round
@@ -120,13 +118,25 @@ async def fuzzed(host: str, port: int) -> str:
         writer.close()
 
 
-ARMS: dict[str, tuple[tuple[Attack, int], ...]] = {
-    "calm": (),
-    "calm again": (),
-    "slow": ((slow_head, NUM_SLOW // 2), (slow_body, NUM_SLOW // 2)),
-    "idle": ((idle, NUM_IDLE),),
-    "100 MB": ((declared_body, NUM_LARGE // 2), (undeclared_body, NUM_LARGE // 2)),
-    "fuzzed": ((fuzzed, NUM_FUZZED),),
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """`pause_s`: from the end of a client's connection to its next."""
+
+    what: str
+    kinds: tuple[Attack, ...]
+    each: int = 0
+    pause_s: float = 0.2
+
+
+ARMS = {
+    "calm": Clients("no other client", ()),
+    "slow": Clients("200 clients that send a head or a body a byte a second", (slow_head, slow_body), 100),
+    "idle": Clients("1,000 connections that say nothing", (idle,), 1000),
+    "100 MB": Clients("two clients that send 100 MB every five seconds", (declared_body, undeclared_body), 1, 5.0),
+    "calm again": Clients("the same again: the noise", ()),
+    "100 MB flood": Clients("four that send 100 MB as fast as they can", (declared_body, undeclared_body), 2),
+    "refused": Clients("one client whose fuzzed requests are refused, a few a second", (fuzzed,), 1),
+    "refused flood": Clients("eight such clients, some 40 requests a second", (fuzzed,), 8),
 }
 
 
@@ -134,6 +144,7 @@ def attack(arm: str, host: str, port: int, refused: list[Case], over: Any, said:
     """A process of its own: each connection is made anew when it has ended."""
     os.nice(19)  # elsewhere these clients are on other machines; here they must not take the service's CPU
     _refused.extend(refused)
+    clients = ARMS[arm]
 
     async def again(kind: Attack, counts: Counter[str]) -> None:
         while not over.is_set():
@@ -142,11 +153,11 @@ def attack(arm: str, host: str, port: int, refused: list[Case], over: Any, said:
             except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
                 what = type(error).__name__
             counts[f"{kind.__name__}: {what}"] += 1
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(clients.pause_s)
 
     async def run() -> None:
         counts: Counter[str] = Counter()
-        tasks = [asyncio.ensure_future(again(kind, counts)) for kind, number in ARMS[arm] for _ in range(number)]
+        tasks = [asyncio.ensure_future(again(kind, counts)) for kind in clients.kinds for _ in range(clients.each)]
         while not over.is_set():
             await asyncio.sleep(0.1)
         for task in tasks:
@@ -198,24 +209,27 @@ async def one(arm: str, service: Service, times: int, refused: list[Case]) -> di
     context = multiprocessing.get_context("spawn")
     over, said = context.Event(), context.Queue()
     process = context.Process(target=attack, args=(arm, address.hostname, address.port, refused, over, said))
-    if ARMS[arm]:
+    if ARMS[arm].kinds:
         process.start()
         await asyncio.sleep(3.0)
     seconds, codes = await ask(service.url, times)
     memory = memory_mib(service.mark)
     connections: dict[str, int] = {}
-    if ARMS[arm]:
+    if ARMS[arm].kinds:
         over.set()
         connections = await asyncio.to_thread(said.get, True, 60)
         process.join(30)
     return {"arm": arm, "seconds": seconds, "codes": codes, "memory_mib": memory, "connections": connections}
 
 
-async def rounds(service: Service, number: int, times: int) -> list[dict[str, Any]]:
+Rows = list[dict[str, Any]]
+
+
+async def rounds(service: Service, number: int, times: int, save: Callable[[Rows], None]) -> None:
     await ask(service.url, 10)  # warm
     refused = await refused_by(service.url, NUM_CASES)
     print(f"{len(refused)} of {NUM_CASES} fuzzed requests are refused", flush=True)
-    found = []
+    found: Rows = []
     names = list(ARMS)
     for turn in range(number):
         for arm in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -223,14 +237,14 @@ async def rounds(service: Service, number: int, times: int) -> list[dict[str, An
             found.append(row)
             shown = {name: row[name] for name in ("memory_mib", "connections")}
             print(f"{turn} {arm:10} p50 {p50(row['seconds']):.3f} max {max(row['seconds']):.3f} {shown}", flush=True)
-    return found
+        save(found)  # one that is cut short leaves its whole rounds
 
 
 def p99(values: Sequence[float]) -> float:
     return quantile(values, 0.99)
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: Rows) -> dict[str, Any]:
     of = {arm: [row for row in rows if row["arm"] == arm] for arm in ARMS}
     calm = [row["seconds"] for row in of["calm"]]
     found = {}
@@ -266,13 +280,10 @@ def page(record: dict[str, Any], raw: str) -> str:
         "",
         f"`{record['command']}`: {facts.one_line(record)}.",
         "",
-        "One service of the demo model. In each round, in turned order: no other client (calm), the same again (the "
-        f"noise), {NUM_SLOW} clients that send a head or a body a byte a second, {NUM_IDLE:,} connections that say "
-        f"nothing, {NUM_LARGE} that send {BODY_BYTES >> 20} MB, and {NUM_FUZZED} that send fuzzed requests which are "
-        "refused. All of these run at the lowest priority (nice 19), as they share the service's cores. Meanwhile one "
-        "client asks for eight tokens again and again, each time on a new connection. Ratios are to the calm arm of "
-        "the same round, with 95 % intervals over rounds; memory is the resident memory of all the service's "
-        f"processes. Raw data: `{raw}`.",
+        "One service of the demo model. In each round, in turned order, the arms below; all other clients run at the "
+        "lowest priority (nice 19), as they share the service's cores. Meanwhile one client asks for eight tokens "
+        "again and again, each time on a new connection. Ratios are to the calm arm of the same round, with 95 % "
+        f"intervals over rounds; memory is the resident memory of all the service's processes. Raw data: `{raw}`.",
         *_noise(found),
         "",
         "| arm | asked | answered | p50 | p99 | p50 ratio | p99 ratio | memory at most |",
@@ -284,6 +295,7 @@ def page(record: dict[str, Any], raw: str) -> str:
             f"| {arm} | {each['asked']} | {each['answered_200']} | {1000 * each['p50_s']:.0f} ms | "
             f"{1000 * each['p99_s']:.0f} ms | {' | '.join(ratios)} | {each['memory_mib_max']:,.0f} MiB |"
         )
+    lines += ["", *(f"- {arm}: {ARMS[arm].what}" for arm in found)]
     lines += ["", "What the others' connections came to:", ""]
     for arm, each in found.items():
         if each["connections"]:
@@ -316,16 +328,19 @@ def main(argv: list[str]) -> int:
     make.add_argument("--port", type=int, default=8012)
     args = make.parse_args(argv)
     record = facts.gather(argv) | {"command": " ".join(["python -m ops.chaos.border", *argv])}
+
+    def save(rows: Rows) -> None:
+        record.update(summary=summary(rows), rows=rows)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        args.out.with_suffix(".md").write_text(page(record, args.out.name))
+
     service = Service(ClusterSpec.load("local-cpu", {"frontend.port": args.port}), None)
     try:
         service.start()
         service.wait_healthy(600)
-        rows = asyncio.run(rounds(service, args.rounds, args.asks))
+        asyncio.run(rounds(service, args.rounds, args.asks, save))
     finally:
         service.stop()
-    record |= {"summary": summary(rows), "rows": rows}
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(page(record, args.out.name))
     print(json.dumps(record["summary"], indent=1))
     whole = all(each["asked"] == each["answered_200"] for each in record["summary"].values())
     return 0 if whole else 1
