@@ -62,6 +62,7 @@ def a_status(decisions: int = 2) -> dict[str, Any]:
             "detail": "page 9, expected 4",
         }
     ]
+    found["engines_lost"]["decode"]["hung"] = 2
     return found | {"history": history.points()}
 
 
@@ -187,7 +188,8 @@ def test_a_person_sees_the_service_in_a_browser(running: tuple[Service, str], br
     browser.call("Page.navigate", url=f"{url}/pageferry")
     browser.wait(f"{TEXT}.includes('up to date')")
     text = browser.value(TEXT)
-    for word in ("smollm2", "decode d1 (ready)", "reason 1", "page 9, expected 4", "10 min ago", "0 done"):
+    shown = ("smollm2", "decode d1 (ready)", "reason 1", "page 9, expected 4", "10 min ago", "0 done", "2 decode hung")
+    for word in shown:
         assert word in text, f"{word!r} is not in {text}"
     assert NASTY in text and browser.value("document.title") == "pageferry", "it is text, not markup"
     assert browser.value("document.querySelectorAll('#maps .map i').length") == 200
