@@ -19,6 +19,7 @@ from starlette.routing import Route
 from app.api.middleware import Access, RequestFilter
 from cluster.frontend_spec import FrontendSpec
 from ops.chaos import border
+from ops.chaos.fuzz import Case
 
 
 async def echo(request: Request) -> JSONResponse:
@@ -50,7 +51,7 @@ async def test_what_each_attack_is_answered(kind: border.Attack, answer: str, po
 
 async def test_a_fuzzed_request_goes_whole_over_its_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for body, answer in ((b'{"a": "' + b"x" * 200_000 + b'"}', "200"), (b"[" * 90_000, "400")):
-        monkeypatch.setattr(border, "_refused", [border.Case("/v1/completions", body)])
+        monkeypatch.setattr(border, "_refused", [Case("/v1/completions", body)])
         assert await asyncio.wait_for(border.fuzzed("127.0.0.1", port), 30) == answer
 
 
