@@ -358,4 +358,4 @@ class Admission(ControllerState):
             self._schedules[tokenizer] = Schedule.of(self.registry, self.forecast, tokenizer, limit, arriving, now_ns)
         demand = Demand.of(waiting.request, self.forecast)
         block_tokens = self.spec.pools.decode.block_tokens
-        return self._schedules[tokenizer].add(demand, block_tokens, self.forecast.prompt_token_ns)
+        return self._schedules[tokenizer].add(demand, block_tokens, self.forecast.prefill_ns(demand.prompt))

@@ -50,7 +50,7 @@ class Demand:
         output, spread = forecast.output_tokens(request), forecast.spread_tokens(request)
         emitted = per_sequence(request, request.num_output_tokens)
         prompt = request.num_prompt_tokens + emitted
-        lasts_ns = forecast.prompt_token_ns * prompt + forecast.token_ns * max(1, output - emitted)
+        lasts_ns = forecast.prefill_ns(prompt) + forecast.token_ns * max(1, output - emitted)
         return cls(request, prompt, output, spread, int(lasts_ns), forecast.token_ns)
 
     def sequences(self, replica: Replica) -> int:
@@ -182,12 +182,12 @@ class Schedule:
                 paid = min(debt, reserved)
                 debt -= paid
                 new._ends.append((end_ns, reserved - paid, slots))
-        new._prefill_ns = now_ns + ahead * forecast.prompt_token_ns / max(1, new._prefills)
+        new._prefill_ns = now_ns + (forecast.prefill_ns(ahead) / max(1, new._prefills) if ahead else 0)
         heapq.heapify(new._ends)
         return new
 
-    def add(self, demand: Demand, block_tokens: int, prompt_token_ns: float) -> int:
-        """The next request in order; returns when it will get its place."""
+    def add(self, demand: Demand, block_tokens: int, prefill_ns: float) -> int:
+        """The next request in order, with what it takes of one prefill replica; returns when it will get its place."""
         blocks: float = blocks_for(demand.request, demand.output, block_tokens)
         slots, when = demand.request.num_sequences, self._now_ns
         if self._most_slots:  # one that is larger than any replica gets a whole one
@@ -200,7 +200,7 @@ class Schedule:
             when, self._blocks, self._slots = max(when, end_ns), self._blocks + back, self._slots + back_slots
         if self._prefills and demand.request.disaggregate:
             when = max(when, int(self._prefill_ns) - PREFILL_AHEAD_NS)
-            self._prefill_ns = max(self._prefill_ns, when) + demand.prompt * prompt_token_ns / self._prefills
+            self._prefill_ns = max(self._prefill_ns, when) + prefill_ns / self._prefills
         self._blocks, self._slots = self._blocks - blocks, self._slots - slots
         heapq.heappush(self._ends, (when + demand.lasts_ns, blocks, slots))
         self.starts.append(when)

@@ -127,6 +127,42 @@ def test_forecasts_learn_lengths_by_size_class() -> None:
     assert forecast.output_tokens(request(max_tokens=4000, num_output_tokens=1000)) == 1501
 
 
+def test_one_stalled_answer_of_few_tokens_does_not_change_the_pace_of_all() -> None:
+    forecast = Forecast()
+    for _ in range(50):
+        forecast.learn(request(max_tokens=256), 100, 3 * SECOND)
+    assert forecast.token_ns == pytest.approx(0.03 * SECOND, rel=0.01)
+    forecast.learn(request(max_tokens=256), 3, 60 * SECOND)  # its engine died, or stood still
+    assert forecast.token_ns < 0.07 * SECOND
+
+
+def test_many_short_prompts_do_not_say_that_a_long_one_takes_minutes() -> None:
+    """Each prompt costs 2 s and 10 ms a token, as on a slow machine."""
+    forecast = Forecast()
+    for number in range(100):
+        tokens = 1800 if number % 10 == 0 else 20 + number % 7
+        forecast.learn_prefill(tokens, 2 * SECOND + tokens * SECOND // 100)
+    assert forecast.prefill_ns(1800) == pytest.approx(20 * SECOND, rel=0.1)
+    assert forecast.prefill_ns(23) == pytest.approx(2.2 * SECOND, rel=0.2)
+
+
+def test_prompts_of_one_length_give_their_mean_time_a_token() -> None:
+    forecast = Forecast()
+    for _ in range(200):
+        forecast.learn_prefill(1000, 3 * SECOND)
+    for tokens in (500, 1000, 2000):
+        assert forecast.prefill_ns(tokens) == pytest.approx(tokens * 3 * SECOND / 1000, rel=0.1)
+
+
+@pytest.mark.parametrize("stalled", [20, 1800])
+def test_the_cost_of_a_prompt_token_stays_between_its_bounds_whatever_was_measured(stalled: int) -> None:
+    forecast = Forecast()
+    for _ in range(50):
+        forecast.learn_prefill(100, SECOND)
+        forecast.learn_prefill(stalled, 60 * SECOND if stalled == 20 else 1)
+    assert 0 < forecast.prefill_ns(1) <= forecast.prefill_ns(2000) < 2000 * 61 * SECOND / 120
+
+
 def test_blocks_of_a_request_count_the_prompt_once() -> None:
     assert blocks_for(request(num_prompt_tokens=100), 28, 32) == 4
     assert blocks_for(request(num_prompt_tokens=100, num_sequences=3), 60, 32) == 5 + 2 * 2

@@ -131,6 +131,7 @@ async def test_two_at_once_do_not_mix(settled: EnginePair, tokenizer: Any) -> No
         assert one.token_ids == other.token_ids
 
 
+@pytest.mark.timeout(1_800)  # 8,400 tokens: minutes, on a CPU without AVX-512 that other tests share
 async def test_preemption_on_both_sides(settled: EnginePair, tokenizer: Any) -> None:
     """More than decode's 255 pages are wanted at once: some requests are preempted and computed again by decode."""
     prompts = [prompt_of(tokenizer, 1000, f"big{i}") for i in range(7)]

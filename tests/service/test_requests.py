@@ -81,7 +81,7 @@ def test_internal_fields_from_outside_are_400(client: Client) -> None:
 
 
 def test_no_room_is_429_with_retry_after(client: Client) -> None:
-    """Prompts of 60 pages, 22 MB each: staging has room for two, the queue for four. The rest is refused."""
+    """Prompts of 60 pages, 22 MB each: staging has room for two, the queue for twelve. The rest is refused."""
     prompt = STORY * 120
     client.complete(prompt, max_tokens=1)  # computed once; what is asked for is room, not work
 

@@ -21,8 +21,9 @@ from serve_run_command import URL, ServeRun, serve_run
 
 from app.client import Client
 
-REQUESTS = 48
-ANSWER = 400  # tokens; 48 answers need about twice the pages that one replica has
+PAGES = 192  # of each decode replica: half of the shipped file's, so that half the answers fill them
+REQUESTS = 24
+ANSWER = 400  # tokens; 24 answers need about twice the pages that one replica has
 WIDE = {"max_tokens": ANSWER, "ignore_eos": True, "temperature": 0.0}
 
 
@@ -35,7 +36,7 @@ def pageferry(*arguments: str) -> str:
 def flood(answers: list[int], errors: list[str]) -> list[threading.Thread]:
     def ask(number: int) -> None:
         try:
-            with Client(URL, timeout_s=600) as client:
+            with Client(URL, timeout_s=1_200) as client:
                 done = client.complete(f"Request {number}: " + "a long story about the sea, " * 12, **WIDE)
                 answers.append(done.usage.completion_tokens)
         except Exception as error:
@@ -92,9 +93,14 @@ def no_cpu_left(run: ServeRun) -> Iterator[None]:
         process.communicate()
 
 
-@pytest.mark.timeout(1_200)
+@pytest.mark.timeout(2_400)
 def test_pools_wake_grow_and_leave_and_say_why() -> None:
-    settings = ("pools.decode.replicas=0", "pools.decode.min_replicas=0", "admission.queue_wait_s=600")
+    settings = (
+        "pools.decode.replicas=0",
+        "pools.decode.min_replicas=0",
+        f"pools.decode.engine_args.num_gpu_blocks_override={PAGES}",
+        "admission.queue_wait_s=1200",  # a slow machine's answers take their time, and it says so beforehand
+    )
     with serve_run("app.main:build", "config=cluster/topologies/local-scale.yaml", *settings) as run:
         run.wait_healthy()
         watch = Watch(run)
@@ -124,7 +130,7 @@ def grow(run: ServeRun, watch: Watch) -> None:
     assert "KV blocks needed" in watch.status["pools"]["decode"]["scaling"]
     assert re.search(r"decode +1 of 2 replicas.* KV blocks needed", pageferry("status", "--url", URL))
     assert run.serve_status("Decode")["target_num_replicas"] == 2
-    watch.until("watch.ready['decode'] == 2", 240)
+    watch.until("watch.ready['decode'] == 2", 600)
     for thread in threads:
         while thread.is_alive():
             thread.join(1.0)
@@ -135,9 +141,11 @@ def grow(run: ServeRun, watch: Watch) -> None:
 
 def leave(run: ServeRun, watch: Watch) -> None:
     """Back to nothing, and all of it can be read afterwards."""
-    watch.until("watch.targets['decode'][-1] == 0", 240)
+    # A pool becomes smaller when it was idle for as long as a replica takes to start.
+    seconds = 240 + 3 * max(pool["start_up_s"] for pool in watch.status["pools"].values())
+    watch.until("watch.targets['decode'][-1] == 0", seconds)
     watch.until("len(watch.status['pools']['decode']['replicas']) == 0", 120)
-    watch.until("watch.targets['prefill'] == [0, 1, 0]", 120)
+    watch.until("watch.targets['prefill'] == [0, 1, 0]", seconds)
     assert watch.targets["decode"] in ([0, 1, 2, 0], [0, 1, 2, 1, 0]), "no move for nothing"
     decisions = watch.status["scaling"]["decisions"]
     made = [(each["pool"], each["current"], each["target"]) for each in decisions]
