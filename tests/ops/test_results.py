@@ -22,6 +22,7 @@ from ops.bench.integrity_cost.cli import text as cost_table
 from ops.bench.integrity_cost.share import Burst, table
 from ops.bench.scaling import held_out
 from ops.bench.scaling.autoscale import Outcome
+from ops.chaos import border
 from ops.chaos.processes import report
 
 RESULTS = Path(__file__).parents[2] / "ops" / "results"
@@ -48,6 +49,23 @@ def test_ratios_of_the_systems_are_those_of_the_rounds() -> None:
         for key, statistic in COLUMNS:
             found.append(stats.rounds_ratio([x[key] for x in ours], [y[key] for y in theirs], statistic))
         assert printed.split(" | ") == [interval.text() for interval in found], (a, b, concurrency)
+
+
+def test_the_border_page_is_that_of_its_rounds() -> None:
+    page, record = (RESULTS / "border.md").read_text(), raw("border.json")
+    made = border.page(record | {"summary": border.summary(record["rows"])}, "border.json")
+    assert len(record["rows"]) == 8 * len(border.ARMS) and [x for x in made.splitlines() if x not in page] == []
+
+
+def test_every_alert_has_its_seconds_from_a_run() -> None:
+    page, rules = (RESULTS / "alerts.md").read_text(), Path(__file__).parents[2] / "ops" / "prometheus" / "rules.yaml"
+    runs = re.findall(r"^\| (\d) \| .*`(alerts/[\w-]+\.json)` \|$", page, re.M)
+    of = {run: {each["alert"]: each for each in raw(file)["table"]} for run, file in runs}
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| ([\d.]+) s \| ([\d.]+) s \| (\d) \|$", page, re.M)
+    for alert, what, fired, cleared, run in rows:
+        found = of[run][alert]
+        assert (found["what"], found["fired_after_s"], found["cleared_after_s"]) == (what, float(fired), float(cleared))
+    assert sorted(row[0] for row in rows) == sorted(re.findall(r"alert: (\w+)", rules.read_text()))
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*overhead.json")), ids=lambda file: file.name)
