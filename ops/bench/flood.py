@@ -31,7 +31,7 @@ from ops.bench import facts, load
 from ops.bench.flood_report import draw, table
 from ops.bench.pages import page
 
-STREAMS, STREAM_TOKENS = 3, 150
+STREAMS, STREAM_TOKENS = 2, 150
 SAMPLE_S = 0.5
 UNKEPT = ("text", "token_s", "token_ids")  # of an answer, in the record
 REST_S, MOVE_S = 300.0, 400.0  # a pool at rest has been idle for as long as an engine takes to start
