@@ -7,6 +7,7 @@ STAMP  := $(VENV)/.pageferry-setup
 MODEL  := .models/smollm2-135m-instruct
 PORT   ?= 8000
 CONFIG ?= cluster/topologies/local-cpu.yaml
+OUT    ?= build/gpu-check
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: setup serve test check unit aot soak bench-quick gpu-check clean help
@@ -60,8 +61,9 @@ bench-quick: setup
 	@$(BIN)/pageferry bench quick --out build/bench
 	@$(BIN)/pageferry report build/bench/quick-*.json --out build/bench/report
 
+# what needs a GPU, in stages that together take less than 15 minutes; DRY=1 runs the same code small, on the CPU
 gpu-check:
-	$(PYTHON) -m ops.kernels.gpu_check
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m ops.gpu_check --out $(OUT) --stages "$(STAGES)" $(if $(DRY),--dry)
 
 clean:
 	rm -rf $(VENV) .models build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

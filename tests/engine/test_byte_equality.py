@@ -14,10 +14,10 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
-from worker_pair import EngineCache, WorkerPair
 
 from actors.engine.cpu_fp8 import Fp8Operators, is_needed
 from actors.messages import Role, Sealed, Verdict
+from ops.worker_pair import EngineCache, WorkerPair
 
 current_platform.import_kernels()
 WRITER = Fp8Operators(ops) if is_needed() else ops

@@ -21,13 +21,13 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SparseCacheRole
 from vllm.v1.worker.utils import allocate_kv_cache
-from worker_pair import EngineCache, WorkerPair
 
 from actors.engine import layouts
 from actors.engine.connector import _refuse_unchecked
 from actors.messages import Role, Verdict
 from cluster.spec import PoolSpec
 from kernels.layout import PageOrder
+from ops.worker_pair import EngineCache, WorkerPair
 
 BLOCK, LAYERS = 64, 4
 OWNERS = (0, 2)  # layers with an indexer

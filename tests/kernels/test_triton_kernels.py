@@ -34,26 +34,6 @@ def test_every_check_passes_in_the_interpreter() -> None:
     assert len(lines) == len(checks.CHECKS) == 10
 
 
-def test_the_gpu_script_rehearses() -> None:
-    output = interpreted("-m", "ops.kernels.gpu_check", "--rehearse")
-    assert output.count("rehearsed seal") == 7
-    assert output.count("rehearsed pack_int4") == 8
-
-
-def test_the_gpu_script_needs_torch_and_triton_only() -> None:
-    program = (
-        "import sys\n"
-        "class Absent:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('numba', 'llvmlite', 'vllm', 'ray', 'msgspec', 'transformers'):\n"
-        "            raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Absent())\n"
-        "import ops.kernels.gpu_check, kernels.triton_backend\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_checks_can_fail() -> None:
     with pytest.raises(AssertionError, match="x: 1 bytes differ, first at"):
         checks.same("x", torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([1, 3], dtype=torch.uint8))

@@ -1,23 +1,13 @@
-"""Everything about the kernels that needs a GPU, in one command that needs torch and triton only.
-
-    make gpu-check            or: python -m ops.kernels.gpu_check [--json FILE]
-
-First every check of `ops.kernels.checks`; only if all pass, each kernel is timed (median, L2 flushed between runs)
-against a plain device copy that moves as many bytes, and against what vLLM and FlashInfer have for the same work where
-they can be imported. `--rehearse` runs the same code on the CPU (with TRITON_INTERPRET=1), small and without figures.
-"""
+"""How fast each kernel is (median, L2 flushed between runs), against a plain device copy that moves as many bytes, and
+against what vLLM and FlashInfer have for the same work where they can be imported."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +15,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.layout import PageDtype, PageLayout, PageOrder, SealBinding
-from ops.kernels import checks
+from ops.gpu_check.plan import Options, Row
 
 BINDING = SealBinding(1, 1)
 Run = Callable[[], Any]
@@ -44,19 +34,19 @@ class Case:
 
 
 def page_cases(device: torch.device, mib: int, layers: int) -> list[Case]:
-    """Seal and open of `mib` MiB of BF16 source pages, for a GQA shard and for MLA."""
+    """Seal and open of `mib` MiB of BF16 source pages, for a GQA shard and for MLA; 0: one small page."""
+    gqa, mla = PageOrder.KV_PACKED, PageOrder.MLA
     layouts = {
-        "gqa h1 d128 n16": PageLayout(layers, 16, 1, 128, PageDtype.BF16, PageOrder.KV_PACKED),
-        "gqa h8 d128 n64": PageLayout(layers, 64, 8, 128, PageDtype.BF16, PageOrder.KV_PACKED),
-        "mla n64": PageLayout(layers, 64, 1, 576, PageDtype.BF16, PageOrder.MLA),
+        "gqa h1 d128 n16": PageLayout(layers, 16, 1, 128, PageDtype.BF16, gqa),
+        "gqa h8 d128 n64": PageLayout(layers, 64 if mib else 2, 8, 128, PageDtype.BF16, gqa),
+        "mla n64": PageLayout(layers, 64 if mib else 2, 1, 576, PageDtype.BF16, mla),
     }
     cases = []
     for name, src in layouts.items():
         n = max(1, (mib << 20) // src.page_bytes)
         wires = {"bf16": src, "e4m3": src.with_dtype(PageDtype.E4M3, k_scales=(0.5,))}
         if src.order is PageOrder.MLA:
-            rows = PageLayout(layers, 64, 1, 576, PageDtype.E4M3, PageOrder.FP8_DS_MLA)
-            wires["ds_mla"] = rows
+            wires["ds_mla"] = PageLayout(layers, src.page_tokens, 1, 576, PageDtype.E4M3, PageOrder.FP8_DS_MLA)
         caches = [torch.randn(src.cache_shape(n + 1), device=device).to(torch.bfloat16) for _ in range(layers)]
         ids = torch.randperm(n + 1, device=device)[:n]
         for to, wire in wires.items():
@@ -89,7 +79,7 @@ def tag_cases(device: torch.device, small: bool) -> list[Case]:
 
 
 def weight_cases(device: torch.device, small: bool) -> list[Case]:
-    rows, columns = (8, 256) if small else (8192, 8192)
+    rows, columns = (4, 128) if small else (8192, 8192)
     weight = (torch.randn(rows, columns, device=device) * 0.02).to(torch.bfloat16)
     codes = (weight.float() / 0.001).clamp(-448, 448).to(torch.float8_e4m3fn)
     block_scale = torch.full((-(-rows // 128), -(-columns // 128)), 0.001, device=device)
@@ -161,15 +151,25 @@ def _flashinfer_append(cache: Tensor) -> tuple[Run, int]:
     return run, 8 * k.numel()
 
 
-def time_case(case: Case) -> dict[str, Any]:
-    """Median time, and the rate of a device copy that reads and writes as many bytes."""
+def median_ms(case: Case, dry: bool) -> float:
+    """Of a dry run one call, which says nothing of a GPU."""
+    if dry:
+        began = time.perf_counter()
+        case.run()
+        return (time.perf_counter() - began) * 1e3
     from triton.testing import do_bench
 
-    a = torch.empty(max(1, case.touched // 2), dtype=torch.uint8, device="cuda")
+    return float(do_bench(case.run, warmup=50, rep=150, return_mode="median"))
+
+
+def time_case(case: Case, options: Options) -> Row:
+    """Median time, and the rate of a device copy that reads and writes as many bytes. An aim that is not met is a
+    figure, not a failure."""
+    a = torch.empty(max(1, case.touched // 2), dtype=torch.uint8, device=options.device)
     b = torch.empty_like(a)
-    milliseconds = do_bench(case.run, warmup=50, rep=200, return_mode="median")
-    copy = do_bench(lambda: b.copy_(a), warmup=50, rep=200, return_mode="median")
-    row: dict[str, Any] = {
+    milliseconds = median_ms(case, options.dry)
+    copy = median_ms(Case("copy", lambda: b.copy_(a), case.touched), options.dry)
+    row: Row = {
         "case": case.name,
         "us": milliseconds * 1e3,
         "gb_s": case.touched / milliseconds / 1e6,
@@ -178,70 +178,17 @@ def time_case(case: Case) -> dict[str, Any]:
         "aim": f">= {case.aim:.0%} of copy" if case.aim else f"< {case.aim_us} us" if case.aim_us else "",
     }
     met = row["share_of_copy"] >= case.aim if case.aim else row["us"] < case.aim_us if case.aim_us else None
-    return {**row, "aim_met": met}
+    return {**row, "aim_met": None if options.dry else met}
 
 
-def hardware() -> dict[str, str]:
-    import triton
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "cuda": str(torch.version.cuda),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit or "unknown",
-        "command": "python -m ops.kernels.gpu_check",
-    }
-
-
-def rehearse() -> int:
-    """The same code on CPU tensors, each case once: finds mistakes before a GPU is rented."""
-    device = torch.device("cpu")
+def run(options: Options) -> Iterator[Row]:
+    device, dry = torch.device(options.device), options.dry
+    others, missing = other_cases(device, 0 if dry else 256)
+    yield from ({"not_here": reason} for reason in missing)
+    makers: list[Callable[[], list[Case]]] = [partial(tag_cases, device, dry), partial(weight_cases, device, dry)]
+    makers += [partial(page_cases, device, mib, 1 if dry else 16) for mib in ((0,) if dry else (64, 512))]
+    makers.append(lambda: others)
     with dispatch.use_backend("triton"):
-        cases = page_cases(device, 0, 1) + tag_cases(device, True) + weight_cases(device, True)
-        for case in cases:
-            case.run()
-    others, missing = other_cases(device, 0)
-    for line in [*(case.name for case in cases + others), *(f"not here: {reason}" for reason in missing)]:
-        print(f"rehearsed {line}")
-    return 0
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.kernels.gpu_check", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--rehearse", action="store_true", help="run on the CPU with TRITON_INTERPRET=1, no figures")
-    args = parser.parse_args(argv)
-    if args.rehearse:
-        return rehearse()
-    if not torch.cuda.is_available():
-        print("gpu-check: this machine has no CUDA device; nothing was run", file=sys.stderr)
-        return 2
-    device = torch.device("cuda")
-    failed = checks.run_all(checks.Bench(device, small=False))
-    if failed:
-        print(f"{failed} checks failed: no figures")
-        return 1
-    machine = hardware()
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    cases = [case for mib in (64, 512) for case in page_cases(device, mib, 16)]
-    others, missing = other_cases(device, 256)
-    cases += tag_cases(device, False) + weight_cases(device, False) + others
-    rows = [time_case(case) for case in cases]
-    print(f"{'case':66s}{'us':>10s}{'GB/s':>9s}{'copy':>9s}{'share':>7s}  aim")
-    for row in rows:
-        aim = f"{row['aim']} {'met' if row['aim_met'] else 'NOT MET'}" if row["aim"] else ""
-        print(
-            f"{row['case']:66s}{row['us']:10.1f}{row['gb_s']:9.0f}{row['copy_gb_s']:9.0f}"
-            f"{row['share_of_copy']:7.2f}  {aim}"
-        )
-    for reason in missing:
-        print(f"not here: {reason}")
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine, "figures": rows, "missing": missing}, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        for make in makers:
+            for case in make():
+                yield time_case(case, options)
