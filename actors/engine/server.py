@@ -51,6 +51,7 @@ IDLE_BEATS = 3  # without anything to say; from then on a beat comes less often,
 IDLE_EVERY_S = 2.0
 PAGES_A_BEAT = 8192  # taken pages that one heartbeat tells of at most; about 150 KiB
 UTILITY_TIMEOUT_S = 1.0
+DEVICE_FACTS = ("device", "model_runner", "attention_backend", "kv_cache_layout", "cuda_graphs")
 GOODBYE_S = 2.0
 
 
@@ -171,8 +172,7 @@ class EngineServer:
                 "weights_bytes": self.description["weights_bytes"],
                 "weights_loaded_bytes": self.description["weights_loaded_bytes"],
                 "worker_pid": self.description["pid"],
-                "model_runner": self.description["model_runner"],
-                "attention_backend": self.description["attention_backend"],
+                **{name: self.description[name] for name in DEVICE_FACTS},
                 "async_scheduling": self.config.scheduler_config.async_scheduling,
                 "replica_pid": os.getpid(),
                 "weights": self.pool.weights or self.spec.model.path,

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from actors.engine import vllm_patches
 from actors.engine.integrity.tracker import CheckTracker
 
@@ -80,6 +82,7 @@ class FerryWorkerExtension:
     """Methods that vLLM mixes into its worker (`worker_extension_cls`), for `collective_rpc`."""
 
     model_runner: Any
+    vllm_config: Any
 
     def pageferry_describe(self) -> dict[str, Any]:
         connector = connector_of_this_worker()
@@ -95,6 +98,9 @@ class FerryWorkerExtension:
             "pid": os.getpid(),
             "model_runner": connector.view.version,
             "attention_backend": worker.backend,
+            "kv_cache_layout": self.vllm_config.cache_config.kv_cache_layout,
+            "cuda_graphs": self.vllm_config.compilation_config.cudagraph_mode.name,
+            "device": torch.cuda.get_device_name() if worker._caches[0].is_cuda else worker._caches[0].device.type,
         }
 
     def pageferry_worker(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -189,7 +190,7 @@ def table(status: dict[str, Any]) -> Group:
             replicas.add_row(*_replica_row(pool, each))
         if not found["replicas"]:
             replicas.add_row(pool, "-", "no replica", *[""] * 6)
-    return Group(replicas, Text("\n".join([*_pool_lines(status), _summary(status)])))
+    return Group(replicas, Text("\n".join([*_pool_lines(status), *engine_lines(status), _summary(status)])))
 
 
 def _pool_lines(status: dict[str, Any]) -> list[str]:
@@ -206,6 +207,31 @@ def _pool_lines(status: dict[str, Any]) -> list[str]:
         parts += [f"{found['wanted']} asked for"] if found["wanted"] is not None else []
         lines.append(f"{pool:<9} {', '.join(parts)}; {found['scaling']}")
     return lines
+
+
+def engine_lines(status: dict[str, Any]) -> list[str]:
+    """What the engines of each pool run on; a line for each kind where replicas differ."""
+    lines = []
+    for pool, found in status["pools"].items():
+        kinds = Counter(_engine(each["engine"]) for each in found["replicas"] if each.get("engine"))
+        for kind, count in kinds.items():
+            lines.append(f"{pool:<9} {kind}" + (f" ({count} of {kinds.total()})" if len(kinds) > 1 else ""))
+    return lines
+
+
+def _engine(facts: dict[str, Any]) -> str:
+    """In one line; what an engine of an older version has not said is left out."""
+    graphs, overlap = facts.get("cuda_graphs"), facts.get("async_scheduling")
+    pages = [str(facts[name]) for name in ("kv_dtype", "kv_cache_layout") if facts.get(name)]
+    parts = [
+        facts.get("device"),
+        facts.get("attention_backend"),
+        f"pages {' '.join(pages)}" if pages else "",
+        f"runner {facts['model_runner']}" if facts.get("model_runner") else "",
+        "" if graphs is None else "no graphs" if graphs == "NONE" else f"graphs {graphs}",
+        "" if overlap is None else f"{'asynchronous' if overlap else 'synchronous'} scheduling",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _title(status: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from app.cli import main
 from app.commands import own_http
 from app.commands.own_http import DIRECT, opener
 from app.commands.serve import Service
-from app.commands.status import audit_lines, audit_table, size, table
+from app.commands.status import audit_lines, audit_table, engine_lines, size, table
 from app.processes import MARK, end_marked, marked, sweep
 from cluster.spec import ClusterSpec
 
@@ -91,6 +91,26 @@ def test_a_row_a_replica_fits_a_terminal() -> None:
     console.print(table(found))
     [row] = [line for line in console.export_text().splitlines() if "abc" in line]
     assert row.split() == ["decode", "abc", "ready", "900", "/", "2,911", "11", "30.9%", "3", "1", "81"]
+
+
+def test_what_engines_run_on_is_a_line_a_pool_or_one_a_kind() -> None:
+    facts = {
+        "device": "NVIDIA H200", "attention_backend": "FLASHMLA", "kv_dtype": "fp8_e4m3", "kv_cache_layout": "LBNHC",
+        "model_runner": "V2", "cuda_graphs": "FULL_AND_PIECEWISE", "async_scheduling": True,
+    }  # fmt: skip
+    found = status()
+    found["pools"]["decode"]["replicas"] = [replica(engine=facts), replica(engine=facts)]
+    found["pools"]["prefill"]["replicas"] = [replica(), replica(engine={"kv_dtype": "bfloat16", "pid": 7})]
+    whole = "NVIDIA H200, FLASHMLA, pages fp8_e4m3 LBNHC, runner V2, graphs FULL_AND_PIECEWISE, asynchronous scheduling"
+    assert engine_lines(found) == ["prefill   pages bfloat16", f"decode    {whole}"]
+    found["pools"]["decode"]["replicas"].append(replica(engine=facts | {"cuda_graphs": "NONE"}))
+    assert engine_lines(found)[1:] == [
+        f"decode    {whole} (2 of 3)",
+        f"decode    {whole.replace('graphs FULL_AND_PIECEWISE', 'no graphs')} (1 of 3)",
+    ]
+    console = Console(width=160, record=True)
+    console.print(table(found))
+    assert whole in console.export_text()
 
 
 def test_audit_names_what_is_broken(

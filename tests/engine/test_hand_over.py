@@ -215,7 +215,8 @@ async def test_the_announcement_tells_what_the_engine_holds(pair: EnginePair) ->
         assert said.engine["weights_loaded_bytes"] == pytest.approx(on_disk, rel=0.002)
         lane = bool(os.environ.get("PAGEFERRY_V2_ON_CPU"))  # see test_v2_runner.py
         assert said.engine["model_runner"] == ("V2" if lane else "V1") and said.engine["async_scheduling"] is lane
-        assert said.engine["attention_backend"] == "CPU_ATTN"
+        assert said.engine["attention_backend"] == "CPU_ATTN" and said.engine["kv_cache_layout"] == "LBHNC"
+        assert said.engine["cuda_graphs"] == "NONE" and said.engine["device"] == "cpu"
         assert said.engine["kv_cache_bytes"] == (said.blocks_total + 1) * said.block_tokens * bytes_per_token
     # The same bytes hold twice the tokens (vLLM's null block aside).
     assert pair.prefill.layout.page_bytes >= 1.98 * pair.decode.layout.page_bytes
