@@ -11,6 +11,7 @@ from typing import Any
 from actors.messages import Fingerprint, Role
 from cluster.engine_args import with_sampling_of
 from cluster.spec import ClusterSpec, PoolSpec
+from cluster.start_up import engine_s
 
 # (connector class, its module, class of the worker's further methods)
 CONNECTOR = ("FerryConnector", "actors.engine.connector", "actors.engine.utilities.FerryWorkerExtension")
@@ -72,6 +73,8 @@ def set_environment(spec: ClusterSpec, role: Role) -> None:
                     "for less set engine_args.num_gpu_blocks_override (pages)"
                 )
             defaults["VLLM_CPU_KVCACHE_SPACE"] = str(int(pool.kv_cache_gib))
+    else:
+        defaults["VLLM_ENGINE_READY_TIMEOUT_S"] = str(engine_s(spec, pool))
     # Ray sets OMP_NUM_THREADS to the replica's CPUs, which may be 0 or a fraction; ours is the considered one.
     # Else vLLM's decoder would unpickle what it gets.
     os.environ.update(defaults | pool.env | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"})

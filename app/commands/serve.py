@@ -28,6 +28,7 @@ from cluster.plan.fits import DoesNotFit
 from cluster.plan.preflight import refuse_unfit_cpu_pools
 from cluster.quality import PoorQuality, check_quality
 from cluster.spec import ClusterSpec, SpecError, parse_overrides
+from cluster.start_up import service_s
 
 APPLICATION = "pageferry"  # by default
 POLL_S = 0.5
@@ -55,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--name", default=APPLICATION, help="of the Serve application; default: %(default)s")
     make.add_argument("--route-prefix", default="/", help="of its HTTP routes; each application has its own")
     make.add_argument("--log-format", choices=("text", "json"), default="text", help="of all log files")
-    make.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until the service is healthy")
+    make.add_argument(
+        "--timeout", type=float, help="seconds to wait until the service is healthy; default: by the checkpoints' size"
+    )
     return make
 
 
@@ -80,7 +83,7 @@ def main(argv: list[str]) -> int:
     try:
         service.start(_catch_signals)
         note = Note(service.url)
-        service.wait_healthy(args.timeout)
+        service.wait_healthy(args.timeout or service_s(spec))
         print(service.welcome(), flush=True)
         service.watch()
     except Stop as stop:
