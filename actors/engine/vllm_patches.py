@@ -317,8 +317,23 @@ def multiply_in_fp32() -> None:
     utils.dispatch_cpu_unquantized_gemm = widen_or_dispatch
 
 
+CACHED_SCALES = {
+    "vllm.v1.attention.backends.flashinfer": ("bmm1_scale", "bmm2_scale"),
+    "vllm.v1.attention.backends.mla.flashinfer_mla": ("bmm1_scale", "bmm2_scale"),
+    "vllm.v1.attention.backends.mla.flashinfer_mla_sparse": ("bmm1_scale", "bmm2_scale"),
+    "vllm.v1.attention.backends.mla.tokenspeed_mla": ("softmax_scale",),
+}
+"""What these backends make of a layer's scales at their first call, where it is None. With CUDA graphs that call comes
+before connectors see the caches, and the writer would then scale by other numbers than the reader."""
+
+
 def set_kv_scales(layer: Any, k_scale: float, v_scale: float) -> None:
     """Of an attention layer: vLLM sets them from a checkpoint or to 1, and has no setting."""
+    cached = CACHED_SCALES.get(type(getattr(layer, "impl", None)).__module__, ())
+    for name in cached:
+        setattr(layer.impl, name, None)
+    if cached and getattr(layer, "_o_scale_float", None) is not None:
+        layer._o_scale_float = None  # it is part of what was cached, and is taken again with it
     layer._k_scale.fill_(k_scale)
     layer._v_scale.fill_(v_scale)
     layer._k_scale_float = k_scale

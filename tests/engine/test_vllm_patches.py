@@ -5,14 +5,28 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import vllm
 from vllm.v1.executor import multiproc_executor
 
-from actors.engine.vllm_patches import TARGETS, WORKER_METHOD, MultiprocExecutor, Target, core_client, replace
+from actors.engine.vllm_patches import (
+    CACHED_SCALES,
+    TARGETS,
+    WORKER_METHOD,
+    MultiprocExecutor,
+    Target,
+    core_client,
+    replace,
+    set_kv_scales,
+)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.where)
@@ -26,6 +40,29 @@ def test_a_target_is_still_there_with_the_parameters_that_are_expected(target: T
     else:
         assert tuple(inspect.signature(found).parameters) == target.parameters
     assert target.reason
+
+
+@pytest.mark.parametrize("module", CACHED_SCALES)
+def test_scales_that_a_backend_has_cached_are_made_again(module: str) -> None:
+    """The backends need CUDA packages to be imported; that they make a scale where it is None is read in source."""
+    file = Path(vllm.__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
+    made = set(re.findall(r"if self\.(\w*scale) is None", file.read_text()))
+    assert made - {"o_sf_scale"} == set(CACHED_SCALES[module])
+    impl = type("Impl", (), {"__module__": module})()
+    for name in CACHED_SCALES[module]:
+        setattr(impl, name, 0.125)
+    one = torch.tensor(1.0)
+    layer = SimpleNamespace(impl=impl, _k_scale=one.clone(), _v_scale=one.clone(), _o_scale_float=2.0)
+    set_kv_scales(layer, 0.5, 0.25)
+    assert [getattr(impl, name) for name in CACHED_SCALES[module]] == [None] * len(CACHED_SCALES[module])
+    assert layer._o_scale_float is None and (float(layer._k_scale), layer._v_scale_float) == (0.5, 0.25)
+
+
+def test_scales_of_other_backends_are_only_set() -> None:
+    layer = SimpleNamespace(impl=SimpleNamespace(bmm1_scale=1), _k_scale=torch.ones(1), _v_scale=torch.ones(1))
+    layer._o_scale_float = 2.0
+    set_kv_scales(layer, 0.5, 0.25)
+    assert layer.impl.bmm1_scale == 1 and layer._o_scale_float == 2.0 and layer._k_scale_float == 0.5
 
 
 def test_only_what_is_listed_is_replaced() -> None:
