@@ -29,7 +29,10 @@ class EngineCache:
 
 
 class WorkerPair:
-    def __init__(self, prefill: EngineCache, decode: EngineCache, staging_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self, prefill: EngineCache, decode: EngineCache, staging_bytes: int = 8 << 20, ring: bool | None = None
+    ) -> None:
+        self._ring = ring
         self.controller = FakeController()
         self.transfer = KVTransfer(uuid.uuid4().hex, staging_bytes, 30.0, "")
         self.transfer._controller = LocalHandle(self.controller)
@@ -37,7 +40,7 @@ class WorkerPair:
 
     async def __aenter__(self) -> WorkerPair:
         path = (await self.transfer.start())["socket"]
-        self.prefill = await asyncio.to_thread(FerryConnectorWorker, "p", Role.PREFILL, 0, 1, path)
+        self.prefill = await asyncio.to_thread(FerryConnectorWorker, "p", Role.PREFILL, 0, 1, path, ring=self._ring)
         self.decode = await asyncio.to_thread(FerryConnectorWorker, "d", Role.DECODE, 0, 1, path)
         for worker in (self.prefill, self.decode):
             cache = self.caches[worker.role]

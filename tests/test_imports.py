@@ -32,7 +32,7 @@ CARRIERS = {
 }
 PURE = re.compile(
     r"actors/messages\.py|actors/controller/(?!(actor|gc_tuning|serve_policy)\.py).*|actors/transfer/(?!(actor|direct|fetch|host_calls|link|link_server|memory|spans|ways)\.py).*"
-    r"|actors/engine/integrity/ledger\.py|app/request/(state|events)\.py"
+    r"|actors/engine/(integrity/ledger|staging_ring)\.py|app/request/(state|events)\.py"
     r"|cluster/plan/(?!(cli|preflight|render|checkpoint|facts)\.py).*"
 )
 IMPURE = {

@@ -1,7 +1,8 @@
 """The connector's worker half: moves the bytes. Runs in the process that owns the KV cache.
 
 Sealing happens in the step that completed the pages, after its forward and before the step's results leave, so that
-the pages are free the moment the prompt is done: nothing in the KV cache waits for a reader. Opening happens in a
+the pages are free the moment the prompt is done: nothing in the KV cache waits for a reader. On a GPU the step converts
+into a ring of device memory only, and a thread copies to staging (`stager`). Opening happens in a
 thread of its own, into pages that belong to the parked request alone.
 """
 
@@ -14,6 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from actors.engine import layouts, vllm_patches
 from actors.engine.integrity.tag_check import Check, NoCheck
 from actors.engine.metadata import FerryMetadata, OpenJob, SealJob
 from actors.engine.orders import SealParams
+from actors.engine.stager import SLOT_BYTES, Stager
 from actors.messages import Opened, Role, Verdict
 from actors.transfer.channel import ChannelError, Hello, PagesOpened, PagesSealed, WriterDone
 from actors.transfer.link import WorkerLink
@@ -36,7 +39,8 @@ EMPTY_STEP_WAIT_S = 0.002
 
 
 class FerryConnectorWorker:
-    """`seals` and `sample_rate`: how much of what is opened is verified (`cluster.spec.IntegritySpec`)."""
+    """`seals` and `sample_rate`: how much of what is opened is verified (`cluster.spec.IntegritySpec`). `ring`: whether
+    prefill's pages go to staging over a `Stager`; None: those of a GPU do."""
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class FerryConnectorWorker:
         socket_path: str,
         seals: str = "full",
         sample_rate: float = 1.0,
+        ring: bool | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.role = role
@@ -66,6 +71,9 @@ class FerryConnectorWorker:
         self._cancelled: set[str] = set()
         self._landed = threading.Event()
         self._stream: Any = None  # for opening on a GPU
+        self._behind_step: Any = None  # event behind what the step's stream had been given when opening was asked for
+        self._ring = ring
+        self._stager: Stager | None = None
         self.bytes_sealed = 0
         self.seal_ns = 0
         self.open_ns = 0
@@ -98,6 +106,9 @@ class FerryConnectorWorker:
         self._caches = PageCaches([layouts.pages_of(cache, self.layout) for cache in kv_caches.values()], self.layout)
         if self._caches[0].device.type == "cpu":
             dispatch.set_threads(min(torch.get_num_threads(), os.cpu_count() or 1))  # those of the engine
+        if self.role is Role.PREFILL and (self._caches[0].is_cuda if self._ring is None else self._ring):
+            slot_bytes = max(SLOT_BYTES, self.layout.page_bytes)
+            self._stager = Stager(self._caches[0].device, self._link.staging, self._send_done, slot_bytes)
         # Loads (at the very first time compiles) the kernels now and not inside the first request's step.
         dispatch.warm_up(self._caches[0].device)
         self._rehearse()
@@ -133,24 +144,49 @@ class FerryConnectorWorker:
                 # may be another ticket's by then.
                 logger.error("ticket %d: cannot seal: %s", job.order.ticket_id, error)
                 self._link.staging.revoke([(job.order.ticket_id, job.order.attempt)])
-                self._link.send(WriterDone(ticket_id=job.order.ticket_id, attempt=job.order.attempt))
-        for ticket_id, attempt in metadata.abandoned:
-            self._link.send(WriterDone(ticket_id=ticket_id, attempt=attempt))
+                self._end_writing((job.order.ticket_id, job.order.attempt))
+        for key in metadata.abandoned:
+            self._end_writing(key)
+
+    def _end_writing(self, key: tuple[int, int]) -> None:
+        """Sends that this engine writes no more for the ticket, behind the copy that is under way for it."""
+        if self._stager is not None:
+            self._stager.end(key)
+        else:
+            self._send_done(key)
+
+    def _send_done(self, key: tuple[int, int]) -> None:
+        self._link.send(WriterDone(ticket_id=key[0], attempt=key[1]))
 
     def _seal(self, job: SealJob) -> None:
         started = time.perf_counter_ns()
         order, wire = job.order, self._wire(job.order)
+        num_pages = len(job.block_ids)
         with self._link.staging.bytes_of(order.lease) as view:
-            digests = self._write_pages(job, wire, view)
-        self.bytes_sealed += len(job.block_ids) * wire.page_bytes
+            begin = self._place_of(job, wire, view)
+            if self._stager is None:
+                assert view is not None
+                out = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + num_pages * wire.page_bytes]
+                digests = self._convert(job, wire, 0, num_pages, out.view(num_pages, wire.page_bytes))
+        convert, sealed = partial(self._convert, job, wire), partial(self._sealed, job, wire)
+        if self._stager is not None:
+            key = (order.ticket_id, order.attempt)
+            self._stager.stage(key, order.lease, begin, num_pages, wire.page_bytes, convert, sealed)
+        else:
+            sealed(dispatch.digests_to_ints(digests))
+        self.bytes_sealed += num_pages * wire.page_bytes
         self.seal_ns += time.perf_counter_ns() - started
+
+    def _sealed(self, job: SealJob, wire: PageLayout, digests: list[int]) -> None:
+        """The job's pages are in staging."""
+        order = job.order
         message = PagesSealed(
             ticket_id=order.ticket_id,
             attempt=order.attempt,
             shard=self.rank,
             num_shards=self.world,
             first_page=job.first_page,
-            digests=dispatch.digests_to_ints(digests),
+            digests=digests,
             layout_fingerprint=wire.fingerprint,
             num_tokens=order.num_tokens,
             last=job.last,
@@ -160,10 +196,9 @@ class FerryConnectorWorker:
     def _send_seal(self, message: PagesSealed) -> None:
         self._link.send(message)
 
-    def _write_pages(self, job: SealJob, wire: PageLayout, view: memoryview | None) -> torch.Tensor:
-        """Seals the job's pages into the lease's bytes; int64 digests, one a page."""
+    def _place_of(self, job: SealJob, wire: PageLayout, view: memoryview | None) -> int:
+        """Where in the lease the job's bytes begin."""
         order = job.order
-        assert self.layout is not None
         if view is None:
             raise ChannelError(f"the staging bytes of {order.lease.segment} are not this ticket's any more")
         num_pages = -(-order.num_tokens // wire.page_tokens)
@@ -171,17 +206,22 @@ class FerryConnectorWorker:
             raise ChannelError(
                 f"lease of {len(view)} bytes is too small for {num_pages} pages of {wire.page_bytes} bytes"
             )
-        begin = (self.rank * num_pages + job.first_page) * wire.page_bytes
-        out = torch.frombuffer(view, dtype=torch.uint8)[begin : begin + len(job.block_ids) * wire.page_bytes]
-        binding = SealBinding(order.ticket_id, order.attempt)
-        out = out.view(len(job.block_ids), wire.page_bytes)
-        # On the step's own stream, so that the next step may reuse the pages; the call returns when `out` is whole.
-        return dispatch.seal_pages(self._caches, self.layout, wire, job.block_ids, out, binding, job.first_page)
+        return (self.rank * num_pages + job.first_page) * wire.page_bytes
+
+    def _convert(self, job: SealJob, wire: PageLayout, first: int, count: int, out: torch.Tensor) -> torch.Tensor:
+        """Pages `first ...` of the job into `out`; int64 digests. On the step's own stream, so that the next step may
+        reuse the pages."""
+        assert self.layout is not None
+        binding = SealBinding(job.order.ticket_id, job.order.attempt)
+        ids = job.block_ids[first : first + count]
+        return dispatch.seal_pages(self._caches, self.layout, wire, ids, out, binding, job.first_page + first)
 
     # -- decode
 
     def start_opening(self, metadata: FerryMetadata) -> None:
         self._cancelled.update(r for r in metadata.cancelled if r in self._opening)
+        if metadata.opens and self._caches[0].is_cuda:
+            self._behind_step = torch.cuda.current_stream(self._caches[0].device).record_event()
         for job in metadata.opens:
             if job.block_ids:
                 self._opening[job.request_id] = self._pool.submit(self._open, job)
@@ -306,6 +346,9 @@ class FerryConnectorWorker:
     def _side_stream(self, device: torch.device) -> Any:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Steps that were launched before may still read what these pages were to another request.
+        if self._behind_step is not None:
+            self._stream.wait_event(self._behind_step)
         return self._stream
 
     def _report(self, job: OpenJob, verdicts: dict[Verdict, int], num_bytes: int, seconds: float) -> None:
@@ -337,5 +380,7 @@ class FerryConnectorWorker:
         return finished, failed
 
     def close(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
         self._pool.shutdown(wait=True)
         self._link.close()

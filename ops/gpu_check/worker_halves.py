@@ -45,7 +45,10 @@ async def hand_over(options: Options, kind: str) -> list[Row]:
     num_bytes = pages * sum(cache[0].numel() for cache in target.values())
     rows: list[Row] = []
     pair = WorkerPair(
-        EngineCache(source, layers, "auto"), EngineCache(target, dict(layers), "fp8_e4m3"), 2 * num_bytes + (1 << 20)
+        EngineCache(source, layers, "auto"),
+        EngineCache(target, dict(layers), "fp8_e4m3"),
+        2 * num_bytes + (1 << 20),
+        ring=True,  # as a GPU has it, also in a dry run
     )
     async with pair:
         ids = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).add(1).tolist()
