@@ -1,8 +1,8 @@
-# make setup | serve | check | unit | aot | test | soak | bench-quick | gpu-check | clean
+# make setup | gpu-setup | serve | check | unit | aot | test | soak | bench-quick | gpu-check | clean
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
-LOCK   := ops/setup/cpu-lock.txt
+LOCK   := ops/setup/$(if $(wildcard $(VENV)/.gpu),gpu,cpu)-lock.txt
 STAMP  := $(VENV)/.pageferry-setup
 MODEL  := .models/smollm2-135m-instruct
 PORT   ?= 8000
@@ -10,7 +10,7 @@ CONFIG ?= cluster/topologies/local-cpu.yaml
 OUT    ?= build/gpu-check
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup serve test check unit aot soak bench-quick gpu-check clean help
+.PHONY: setup gpu-setup serve test check unit aot soak bench-quick gpu-check clean help
 
 help:
 	@sed -n 1p Makefile; echo "PORT=$(PORT) CONFIG=$(CONFIG)"
@@ -21,7 +21,7 @@ $(STAMP): $(LOCK) pyproject.toml ops/setup/vllm_name.py
 	@echo "[setup 1/3] virtual environment in $(VENV)"
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed (PYTHON=$(PYTHON) was not found)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "[setup 2/3] packages from $(LOCK) (about 4 GB on disk, one to two minutes)"
+	@echo "[setup 2/3] packages from $(LOCK) (of the CPU build about 4 GB on disk, one to two minutes)"
 	@$(PIP) install --quiet --no-deps -r $(LOCK)
 	@echo "[setup 3/3] pageferry itself"
 	@$(PIP) install --quiet --no-deps --no-build-isolation -e .
@@ -30,6 +30,12 @@ $(STAMP): $(LOCK) pyproject.toml ops/setup/vllm_name.py
 
 $(MODEL)/model.safetensors: | $(STAMP)
 	@$(BIN)/python -m ops.setup.demo_model $(MODEL)
+
+# vLLM's CUDA build in the place of its CPU build; all other targets then use it
+gpu-setup:
+	@test ! -d $(VENV) || test -e $(VENV)/.gpu || { echo "$(VENV) holds the CPU build; make clean first"; exit 1; }
+	@mkdir -p $(VENV) && touch $(VENV)/.gpu
+	@$(MAKE) --no-print-directory $(STAMP)
 
 serve: setup
 	@$(BIN)/pageferry serve $(CONFIG) --port $(PORT)
