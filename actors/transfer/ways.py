@@ -22,7 +22,7 @@ from actors.transfer.fetch import ObjectStream, Stream, Way
 ANSWER_S = 5.0  # for a transfer actor that has nothing to move
 IDLE_S = 60.0  # a connection without a fetch is kept so long
 IDLE_MAX = 4  # a node
-PROBES = 3  # round trips; the first one opens the connection
+PROBES = 3  # of each kind; the quickest counts: a busy machine is no slow link
 
 
 class Ways:
@@ -59,10 +59,11 @@ class Ways:
             return None
         try:
             with contextlib.closing(self._connect(actor)) as stream:
-                took = [_probe(stream, num_bytes) for num_bytes in (*(1 for _ in range(PROBES)), PROBE_BYTES)]
+                trips = [_probe(stream, 1) for _ in range(PROBES)]
+                busy_ns = min(_probe(stream, PROBE_BYTES) for _ in range(PROBES))
         except Exception as error:  # whatever is wrong there, Ray's objects remain
             return LinkProbed(node_id, "objects", reason=f"direct: {error or type(error).__name__}")
-        return LinkProbed(node_id, "direct", min(took[:PROBES]), PROBE_BYTES, took[-1])
+        return LinkProbed(node_id, "direct", min(trips), PROBE_BYTES, busy_ns)
 
     def _direct(self, node_id: str) -> DirectStream:
         idle = self._idle.get(node_id, [])

@@ -245,6 +245,23 @@ async def test_a_probe_says_which_way_works_and_what_it_carries(pair: Pair) -> N
     assert pair.link().way == "objects" and pair.link().reason.startswith("direct: ")
 
 
+async def test_a_probe_that_a_busy_machine_held_up_does_not_make_a_link_slow(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, num_sent = direct._send_bytes, 0
+
+    def held_up(sock: socket.socket, view: memoryview, stopped: object) -> None:
+        nonlocal num_sent
+        num_sent += len(view) == direct.PROBE_BYTES
+        if num_sent == 1:
+            time.sleep(1.0)
+        send(sock, view, stopped)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(direct, "_send_bytes", held_up)
+    assert await pair.here.transfer.probe("far")
+    assert pair.link().bytes_per_s > 2 * direct.PROBE_BYTES
+
+
 async def test_an_actor_that_ends_in_one_of_its_own_tasks_ends_whole(pair: Pair) -> None:
     """As an orphan does: after `close` it ends its process."""
     ended = asyncio.Event()
