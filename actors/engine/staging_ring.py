@@ -101,10 +101,10 @@ class StagingRing:
         self._converted.append(slot)
 
     def failed(self, slot: int) -> list[Effect]:
-        """The conversion: the ticket ends."""
-        key = self.part[slot].key
+        """The conversion: the ticket ends, unless it has ended already."""
+        job = self.part[slot]
         self._release(slot)
-        return self.end(key)
+        return [] if job.dead else self.end(job.key)
 
     def next_copy(self) -> int | None:
         """The slot to copy now; the caller copies it once its conversion has ended on the device."""

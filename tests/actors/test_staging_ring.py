@@ -96,3 +96,13 @@ def test_an_end_waits_for_the_copy_that_is_under_way() -> None:
     ring.converted(2)
     assert ring.copied(0) == [Done(KEY)] and ring.idle()
     assert ring.end(KEY) == [Done(KEY)], "a ticket of which nothing is here is done at once"
+
+
+def test_a_conversion_that_fails_after_its_ticket_ended_says_nothing_again() -> None:
+    ring = StagingRing(2)
+    job = ring.begin(KEY, 2)
+    copied, converting = ring.take(job), ring.take(job)
+    assert copied is not None and converting is not None
+    ring.converted(copied)
+    assert ring.next_copy() == copied and ring.copy_failed(copied) == [Done(KEY)]
+    assert ring.failed(converting) == [] and ring.idle()
