@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
         return 2
     options = plan.Options(args.out.resolve(), args.dry, args.writers)
     print(
-        f"{len(stages)} stages, at most {sum(stage.limit_s for stage in stages)} s; results in {args.out}", flush=True
+        f"{len(stages)} stages, at most {sum(stage.seconds(args.dry) for stage in stages)} s; results in {args.out}",
+        flush=True,
     )
     verdicts = run.run_all(stages, options, run.about(options))
     for line in (options.folder / "results.jsonl").read_text().splitlines():

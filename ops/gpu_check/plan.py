@@ -8,6 +8,8 @@ from typing import Any
 
 SLOT_S = 900
 """A GPU is lent for 15 minutes. What the limits leave of it is for starting the machine and copying the results."""
+DRY_FACTOR = 20
+"""A dry run is of the code's path, on a machine that may be busy; its limits only end what hangs."""
 CALL_S = 600
 """The longest single command there: all stages but the last fit into one."""
 
@@ -25,6 +27,9 @@ class Stage:
     module: str
     needs: tuple[str, ...] = ("torch", "triton")
     after: tuple[str, ...] = ()
+
+    def seconds(self, dry: bool) -> int:
+        return self.limit_s * (DRY_FACTOR if dry else 1)
 
 
 _ENGINE = ("torch", "triton", "vllm", "ray")

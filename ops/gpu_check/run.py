@@ -86,11 +86,11 @@ def run_all(stages: Sequence[Stage], options: Options, about: Row) -> dict[str, 
             "stage": stage.name,
             "verdict": verdicts[stage.name],
             "seconds": round(time.monotonic() - began, 2),
-            "limit_s": stage.limit_s,
+            "limit_s": stage.seconds(options.dry),
         }
         results.add(row | ({"reason": reason} if reason else {}))
         print(
-            f"{stage.name:14s}{verdicts[stage.name]:16s}{row['seconds']:7.1f} of {stage.limit_s} s  {reason}",
+            f"{stage.name:14s}{verdicts[stage.name]:16s}{row['seconds']:7.1f} of {row['limit_s']} s  {reason}",
             flush=True,
         )
     return verdicts
@@ -99,7 +99,7 @@ def run_all(stages: Sequence[Stage], options: Options, about: Row) -> dict[str, 
 def _supervise(context: Any, stage: Stage, options: Options, path: Path) -> str:
     process = context.Process(target=_stage_process, args=(stage, options, path))
     process.start()
-    process.join(stage.limit_s)
+    process.join(stage.seconds(options.dry))
     status = process.exitcode
     _end_group(process.pid)
     process.join(ENDED_S)

@@ -35,12 +35,13 @@ def test_the_limits_fit_into_what_is_lent() -> None:
         assert set(stage.after) <= set(names[:i]), f"{stage.name} waits for a stage that comes later"
 
 
+@pytest.mark.timeout(900)
 def test_a_dry_run_of_every_stage_without_engines(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     arguments = ["--dry", "--out", str(tmp_path), "--stages", " ".join(WITHOUT_ENGINES)]
     done = subprocess.run(
         [sys.executable, "-m", "ops.gpu_check", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = lines(tmp_path)
@@ -53,8 +54,9 @@ def test_a_dry_run_of_every_stage_without_engines(tmp_path: Path) -> None:
     assert written[:4] == [("reshape_and_cache_flash", 131072, 0)] * 4 and len(written) == 7
     assert [row["kind"] for row in rows["writers"][4:]] == ["fp8", "fp8", "fp8_ds_mla"]
     assert {row.get("memory") for row in rows["copies"]} == {"pageable", "memfd", None}
-    assert sum("seal gqa" in str(row.get("case")) for row in rows["rates"]) == 4
-    assert sum("pack_int4" in str(row.get("case")) for row in rows["rates"]) == 8 + 1
+    assert sum("seal gqa" in str(row.get("case")) for row in rows["rates"]) == 2
+    assert sum("pack_int4" in str(row.get("case")) for row in rows["rates"]) == 4 + 1
+    assert not any("not_here" in row for row in rows["rates"]), "vLLM takes longer to be imported than all else"
 
 
 def test_a_wrong_writer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +98,7 @@ def test_how_a_stage_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         plan.Stage("figures", 30, "stage_fails", needs=(), after=("fails",)),
         plan.Stage("elsewhere", 30, "stage_fails", needs=("no_such_package",)),
     ]
-    verdicts = run.run_all(stages, plan.Options(tmp_path, dry=True), {"command": "test"})
+    verdicts = run.run_all(stages, plan.Options(tmp_path), {"command": "test"})
     assert verdicts == {
         "sleeps": "over its limit", "dies": "died of signal 9", "fails": "failed", "figures": "skipped",
         "elsewhere": "skipped",
