@@ -25,7 +25,7 @@ def pair_spec(**overrides: Any) -> ClusterSpec:
                 "max_num_batched_tokens": 512,
             },
         },
-        "transfer": {"staging_bytes_max": 64 << 20, "hand_over_s": 120, "lease_s": 120},  # other tests load the machine
+        "transfer": {"staging_bytes_max": 64 << 20, "hand_over_s": 600, "lease_s": 600},  # other tests load the machine
     }
     for dotted, value in overrides.items():
         node = tree
