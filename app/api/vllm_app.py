@@ -13,6 +13,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.error_rewriter import error_response
+from app.rpc.ports import ControllerGone
 
 HUNG_UP = 499  # what nginx, HAProxy and Serve call a request whose client did not wait for the answer
 
@@ -24,6 +25,7 @@ def make_ours(app: FastAPI) -> None:
     while not isinstance(around.app, ExceptionMiddleware):
         around = around.app
     around.app.add_exception_handler(HTTPException, _no_such_route)
+    around.app.add_exception_handler(ControllerGone, _without_controller)
     around.app = HangUps(around.app)
 
 
@@ -39,6 +41,13 @@ async def _no_such_route(request: Request, error: Exception) -> JSONResponse:
         message = f"{request.url.path} does not take {request.method}; it takes {allowed}"
     answer = error_response(error.status_code, message, kinds.get(error.status_code, "BadRequestError"))
     answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _without_controller(request: Request, error: Exception) -> JSONResponse:
+    """Of /status and the other routes that ask the controller alone."""
+    answer = error_response(503, str(error), "Service Unavailable")
+    answer.headers["Retry-After"] = "1"
     return answer
 
 

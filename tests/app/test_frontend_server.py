@@ -391,3 +391,10 @@ async def test_a_client_that_hangs_up_is_not_counted_as_answered(server: Server,
         await asyncio.gather(waiting, return_exceptions=True)
     await answer.aclose()
     assert (await counted("4xx") - before["4xx"], await counted("2xx") - before["2xx"]) == (1, 0)
+
+
+async def test_status_without_a_controller_is_503(server: Server) -> None:
+    server.away = "the controller is away"
+    status, headers, raw = await server.ask("/status")
+    server.away = ""
+    assert (status, headers["retry-after"], b"controller is away" in raw) == (503, "1", True)

@@ -16,6 +16,7 @@ from app.api.llm import FerryLLM
 from app.api.server import build_server, frontend_config, server_args
 from app.client import asgi
 from app.request.core_client import FerryCoreClient
+from app.rpc.ports import ControllerGone
 from cluster.spec import ClusterSpec
 
 WORDS = [28, 29, 30, 31, 32]  # token ids that decode answers with, in turn
@@ -54,6 +55,7 @@ class Server:
     def __init__(self) -> None:
         self.far = Echoing()
         self.missing = ""
+        self.away = ""  # why the controller does not answer
         self.sizes: list[tuple[Role, int, float]] = []
         self.client: FerryCoreClient
         self.llm: FerryLLM
@@ -77,6 +79,8 @@ class Server:
         )
 
     async def _status(self) -> dict[str, Any]:
+        if self.away:
+            raise ControllerGone(self.away)
         return {"pools": {}}
 
     async def _audit(self) -> dict[str, Any]:
