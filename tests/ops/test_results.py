@@ -118,6 +118,13 @@ def test_the_tables_of_controller_and_held_out_arrivals_are_those_of_their_runs(
         assert held_out.table(found) in page.read_text() and held_out.plainly(found) in page.read_text()
 
 
+def test_the_times_to_ready_are_those_that_the_tests_printed() -> None:
+    page = (RESULTS / "ready-times.md").read_text()
+    for row in raw("ready-times.json")["rows"]:
+        assert row["line"].endswith(f"ready after {row['seconds']} s")
+        assert f"| {row['way']} | {row['what']} | {row['seconds']} | `{row['test']}` |" in page
+
+
 def test_the_cost_of_the_tag_check_is_that_of_the_bursts() -> None:
     bursts = [Burst(**burst) for burst in raw("integrity-cost.json")["bursts"]]
     assert cost_table(table(bursts)) in (RESULTS / "integrity.md").read_text()
