@@ -75,9 +75,14 @@ class Watch:
 
 
 TAKE_ALL_CPUS = """
-import sys, ray
+import sys, time, ray
 ray.init(address="auto", log_to_driver=False)
-ray.get(ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}]).ready())
+nothing_free_s = 0
+while nothing_free_s < 5:  # what is on its way out gives its CPUs back a little later
+    if free := ray.available_resources().get("CPU"):
+        ray.util.placement_group([{"CPU": free}]).wait(10)
+    nothing_free_s = 0 if free else nothing_free_s + 1
+    time.sleep(1)
 print("taken", flush=True)
 sys.stdin.read()
 """
@@ -146,6 +151,7 @@ def leave(run: ServeRun, watch: Watch) -> None:
     watch.until("watch.targets['decode'][-1] == 0", seconds)
     watch.until("len(watch.status['pools']['decode']['replicas']) == 0", 120)
     watch.until("watch.targets['prefill'] == [0, 1, 0]", seconds)
+    watch.until("watch.run.serve_status('Decode')['replicas'] == []", 120)
     assert watch.targets["decode"] in ([0, 1, 2, 0], [0, 1, 2, 1, 0]), "no move for nothing"
     decisions = watch.status["scaling"]["decisions"]
     made = [(each["pool"], each["current"], each["target"]) for each in decisions]
