@@ -182,7 +182,7 @@ class Schedule:
                 paid = min(debt, reserved)
                 debt -= paid
                 new._ends.append((end_ns, reserved - paid, slots))
-        new._prefill_ns = now_ns + (forecast.prefill_ns(ahead) / max(1, new._prefills) if ahead else 0)
+        new._prefill_ns = now_ns + forecast.prefill_ns(ahead) / max(1, new._prefills)
         heapq.heapify(new._ends)
         return new
 

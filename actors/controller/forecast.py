@@ -18,8 +18,8 @@ SECOND = 1_000_000_000
 PRIOR_OUTPUT_TOKENS = 512  # for a request without a useful max_tokens, until answers have been seen
 SAMPLES_BEFORE_TRUST = 8
 WEIGHT = 0.05  # of a new sample in a running mean
-SAME_LENGTH = 0.1  # prompts whose lengths spread less than this share of their mean are of one length
-LEAST_SLOPE = 0.1  # of the mean cost of a token: below, it is noise
+LONG_PROMPT = 1024  # tokens: from here on a prompt's time says in full what a token costs
+STEP = 0.25  # by which such a prompt moves the median, as a share of it
 MAD_TO_DEVIATION = 1.25  # standard deviation over mean absolute deviation, of a normal distribution
 
 
@@ -37,40 +37,6 @@ class _Mean(Tracked):
 
 
 @dataclass(slots=True)
-class _Line(Tracked):
-    """Least squares over running moments: what one unit of `x` more adds to `y`, apart from what every sample costs.
-
-    A short prompt's time is mostly the latter. Time over tokens would let many short prompts say that a long one
-    takes minutes.
-    """
-
-    x: float
-    xy: float  # at first: the slope that is assumed
-    y: float = 0.0
-    xx: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.y, self.xx = self.x * self.xy, 1.25 * self.x**2
-        self.xy *= self.xx
-
-    def add(self, x: float, y: float) -> None:
-        self.x += WEIGHT * (x - self.x)
-        self.y += WEIGHT * (y - self.y)
-        self.xx += WEIGHT * (x * x - self.xx)
-        self.xy += WEIGHT * (x * y - self.xy)
-
-    def at(self, x: float) -> float:
-        slope = self._slope()
-        return self.y - slope * self.x + slope * x
-
-    def _slope(self) -> float:
-        """Samples of one length alone say nothing of it: there, and at most, it is the mean of `y` over that of `x`."""
-        ratio, doubt = self.y / self.x, (SAME_LENGTH * self.x) ** 2
-        slope = (self.xy - self.x * self.y + doubt * ratio) / (self.xx - self.x * self.x + doubt)
-        return min(max(slope, ratio * LEAST_SLOPE), ratio)
-
-
-@dataclass(slots=True)
 class Forecast(Tracked):
     """Running means over the requests that ended well."""
 
@@ -78,7 +44,9 @@ class Forecast(Tracked):
     output: _Mean = field(default_factory=_Mean)
     token_ns: float = 0.03 * SECOND  # between two tokens of one stream
     prompt_token_ns: float = 0.0002 * SECOND  # of a prefill replica that has work, over all its prompts' tokens
-    _prefill: _Line = field(default_factory=lambda: _Line(1024.0, 0.0002 * SECOND))
+    _prefill_tokens: float = 1024.0  # running means of what it is made of
+    _prefill_ns: float = 1024 * 0.0002 * SECOND
+    median_token_ns: float = 0.0002 * SECOND  # of prompts' time over their tokens; long prompts count, stalls do not
     _decode_tokens: float = 64.0  # the same for `token_ns`: few tokens after a long pause must not weigh like many
     _decode_ns: float = 64 * 0.03 * SECOND
     hand_over_ns: float = 0.02 * SECOND  # from the proof of a prompt's pages to their being open on decode
@@ -139,12 +107,17 @@ class Forecast(Tracked):
 
     def learn_prefill(self, num_prompt_tokens: int, busy_ns: int) -> None:
         """A prefill replica has computed so many tokens in the time that it was busy with them."""
-        self._prefill.add(num_prompt_tokens, busy_ns)
-        self.prompt_token_ns = self._prefill.y / self._prefill.x
+        self._prefill_tokens += WEIGHT * (num_prompt_tokens - self._prefill_tokens)
+        self._prefill_ns += WEIGHT * (busy_ns - self._prefill_ns)
+        self.prompt_token_ns = self._prefill_ns / max(1.0, self._prefill_tokens)
+        # A short prompt's time is mostly what every prompt costs: over its tokens it would let a long one take minutes.
+        weight = STEP * min(1.0, num_prompt_tokens / LONG_PROMPT) ** 2
+        slower = busy_ns > self.median_token_ns * num_prompt_tokens
+        self.median_token_ns *= 1 + weight if slower else 1 / (1 + weight)
 
     def prefill_ns(self, num_prompt_tokens: int) -> float:
-        """What one prompt takes of a prefill replica's time."""
-        return self._prefill.at(num_prompt_tokens)
+        """What a prompt takes of a prefill replica's time, at the least: who would wait too long by this is refused."""
+        return self.median_token_ns * num_prompt_tokens
 
 
 def per_sequence(request: AdmitRequest, num_tokens: int) -> int:

@@ -137,30 +137,23 @@ def test_one_stalled_answer_of_few_tokens_does_not_change_the_pace_of_all() -> N
 
 
 def test_many_short_prompts_do_not_say_that_a_long_one_takes_minutes() -> None:
-    """Each prompt costs 2 s and 10 ms a token, as on a slow machine."""
+    """Each prompt costs 2 s and 10 ms a token, as on a slow machine; some wait a minute for something else."""
     forecast = Forecast()
-    for number in range(100):
-        tokens = 1800 if number % 10 == 0 else 20 + number % 7
-        forecast.learn_prefill(tokens, 2 * SECOND + tokens * SECOND // 100)
-    assert forecast.prefill_ns(1800) == pytest.approx(20 * SECOND, rel=0.1)
-    assert forecast.prefill_ns(23) == pytest.approx(2.2 * SECOND, rel=0.2)
+    for number in range(1_000):
+        tokens = 1800 if number % 20 == 0 else 20 + number % 7
+        stalled = 60 * SECOND if number % 9 == 0 and tokens < 1000 else 0
+        forecast.learn_prefill(tokens, 2 * SECOND + tokens * SECOND // 100 + stalled)
+    assert forecast.prefill_ns(1800) == pytest.approx(20 * SECOND, rel=0.3)
 
 
-def test_prompts_of_one_length_give_their_mean_time_a_token() -> None:
+def test_prompts_of_one_length_give_their_time_and_a_stall_changes_little() -> None:
     forecast = Forecast()
     for _ in range(200):
         forecast.learn_prefill(1000, 3 * SECOND)
-    for tokens in (500, 1000, 2000):
-        assert forecast.prefill_ns(tokens) == pytest.approx(tokens * 3 * SECOND / 1000, rel=0.1)
-
-
-@pytest.mark.parametrize("stalled", [20, 1800])
-def test_the_cost_of_a_prompt_token_stays_between_its_bounds_whatever_was_measured(stalled: int) -> None:
-    forecast = Forecast()
-    for _ in range(50):
-        forecast.learn_prefill(100, SECOND)
-        forecast.learn_prefill(stalled, 60 * SECOND if stalled == 20 else 1)
-    assert 0 < forecast.prefill_ns(1) <= forecast.prefill_ns(2000) < 2000 * 61 * SECOND / 120
+    before = forecast.prefill_ns(1000)
+    assert before == pytest.approx(3 * SECOND, rel=0.3)
+    forecast.learn_prefill(1000, 300 * SECOND)
+    assert forecast.prefill_ns(1000) < 1.3 * before
 
 
 def test_blocks_of_a_request_count_the_prompt_once() -> None:

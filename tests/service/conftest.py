@@ -31,7 +31,7 @@ def service_spec() -> ClusterSpec:
             "pools.decode.replicas": 2,
             "pools.prefill.engine_args.num_gpu_blocks_override": BLOCKS,
             "pools.decode.engine_args.num_gpu_blocks_override": BLOCKS,
-            "admission.queue_wait_s": 60.0,
+            "admission.queue_wait_s": 300.0,  # a slow machine waits; what is refused is refused by `queue_max`
             "admission.queue_max": 12,
             "admission.local_prefill_max_tokens": 0,  # short prompts are handed over too
             "transfer.staging_bytes_max": 64 << 20,
