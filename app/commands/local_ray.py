@@ -23,6 +23,8 @@ def set_environment(mark: str, all_interfaces: bool) -> None:
     os.environ[MARK] = mark
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Where a busy machine's first workers took Ray's own 60 s, none came after them and `ray.init` waited for ever.
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     # Ten times a second by default, in every process: the most of what an idle service would cost.
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "1")
